@@ -1,0 +1,71 @@
+// The private operators, torch.ops.ampkernels.*: one schema each, implemented for CPU and CUDA under the same name in
+// linear.cpp, softmax.cpp and norm.cpp. Functional: each allocates what it returns and changes no argument. Outputs
+// that were not asked for come back as empty tensors of shape (0,). The public way in is ampkernels/functional.py.
+//
+// `activation` is ampkernels::Activation; (acc, chunk) is ampkernels::Accumulate, chunk 0 = the library's choice.
+// A missing optional dtype means "this output is not wanted".
+#include <Python.h>
+
+#include "torch_api.h"
+
+STABLE_TORCH_LIBRARY(ampkernels, m) {
+  // input (M, K), weight (N, K), bias (N,) -> output (M, N), pre (M, N)
+  m.def(
+      "linear_fwd(Tensor input, Tensor weight, Tensor? bias, int activation, ScalarType acc, int chunk, "
+      "ScalarType out_dtype, bool save_pre) -> (Tensor output, Tensor pre)");
+  // weight (2F, K): rows [0, F) gate, [F, 2F) up -> output (M, F), pre (M, 2F)
+  m.def(
+      "gated_linear_fwd(Tensor input, Tensor weight, Tensor? bias, int activation, ScalarType acc, int chunk, "
+      "ScalarType out_dtype, bool save_pre) -> (Tensor output, Tensor pre)");
+  // dpre = dy * act'(saved) (M, N), dbias = column sums (N,); saved is the pre-activation, or the output for relu
+  m.def(
+      "linear_act_bwd(Tensor dy, Tensor? saved, int activation, bool saved_is_output, ScalarType? dpre_dtype, "
+      "ScalarType? dbias_dtype) -> (Tensor dpre, Tensor dbias)");
+  // dy (M, F), saved (M, 2F) -> dpre (M, 2F), dbias (2F,)
+  m.def(
+      "gated_linear_act_bwd(Tensor dy, Tensor saved, int activation, ScalarType? dpre_dtype, ScalarType? dbias_dtype) "
+      "-> (Tensor dpre, Tensor dbias)");
+  // dpre (M, N), weight (N, K) -> dinput (M, K) = dpre @ weight, times act'(saved) if saved (M, K) is given, and
+  // act_out = act(saved) if want_act
+  m.def(
+      "linear_dgrad(Tensor dpre, Tensor weight, Tensor? saved, int activation, bool saved_is_output, bool want_act, "
+      "ScalarType acc, int chunk, ScalarType out_dtype) -> (Tensor dinput, Tensor act_out)");
+  // dpre (M, N), input (M, K) -> dweight (N, K) = dpre^T @ input; transposed: with strides (1, N)
+  m.def(
+      "linear_wgrad(Tensor dpre, Tensor input, bool transposed, ScalarType acc, int chunk, ScalarType out_dtype) -> "
+      "Tensor dweight");
+
+  m.def(
+      "softmax_fwd(Tensor input, int dim, float scale, Tensor? mask, bool causal, bool log, ScalarType out_dtype) -> "
+      "Tensor output");
+  m.def(
+      "softmax_bwd(Tensor dy, Tensor output, int dim, float scale, bool causal, bool log, ScalarType dinput_dtype) -> "
+      "Tensor dinput");
+
+  // over the last `ndim` dimensions; sum = input + residual in residual's dtype; mean, rstd (rows,)
+  m.def(
+      "layer_norm_fwd(Tensor input, int ndim, Tensor? weight, Tensor? bias, float eps, Tensor? residual, "
+      "ScalarType out_dtype, bool save_stats) -> (Tensor output, Tensor sum, Tensor mean, Tensor rstd)");
+  m.def(
+      "rms_norm_fwd(Tensor input, int ndim, Tensor? weight, float eps, float weight_offset, Tensor? residual, "
+      "ScalarType out_dtype, bool save_stats) -> (Tensor output, Tensor sum, Tensor rstd)");
+  // saved: the input, or the sum where there was a residual
+  m.def(
+      "layer_norm_bwd(Tensor dy, Tensor? dsum, Tensor saved, int ndim, Tensor mean, Tensor rstd, Tensor? weight, "
+      "ScalarType? dinput_dtype, ScalarType? dweight_dtype, ScalarType? dbias_dtype) -> "
+      "(Tensor dinput, Tensor dweight, Tensor dbias)");
+  m.def(
+      "rms_norm_bwd(Tensor dy, Tensor? dsum, Tensor saved, int ndim, Tensor rstd, Tensor? weight, float weight_offset, "
+      "ScalarType? dinput_dtype, ScalarType? dweight_dtype) -> (Tensor dinput, Tensor dweight)");
+
+  // What was compiled in: a JSON object (compiler, CUDA version and archs, or why CUDA was left out; the CPU's ISA).
+  m.def("build_config() -> str");
+  // Tests: choose the CPU build ("avx512", "avx2", "baseline"); false if this machine cannot run it.
+  m.def("set_cpu_isa(str name) -> bool");
+}
+
+// `import ampkernels._C` runs the registrations above; the module itself is empty.
+extern "C" PyObject* PyInit__C(void) {
+  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  return PyModule_Create(&module);
+}
