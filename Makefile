@@ -57,7 +57,7 @@ $(VENV)/bin/python:
 $(VENV)/.torch: $(VENV)/bin/python
 	@echo "==> installing torch and the build tools (the CUDA build of torch is a download of about 3 GB)"
 	$(PIP) install "$(TORCH)" "setuptools>=77" ninja "pybind11>=2.13" numpy
-	@$(PY) -c "import torch; print('torch==' + torch.__version__)" > $(VENV)/torch.txt
+	@$(PY) -c "from importlib.metadata import version; print('torch==' + version('torch'))" > $(VENV)/torch.txt
 	@touch $@
 
 # ninja prints whole command lines; the source file says it.
@@ -72,7 +72,7 @@ $(VENV)/.options: FORCE
 
 $(VENV)/.built: $(VENV)/.torch $(VENV)/.options $(CSRC) setup.py tools/build_support.py ampkernels/_build.py
 	@echo "==> building the extension"
-	$(PY) setup.py -q build_ext --inplace 2>&1 | $(SHORT_NINJA)
+	@$(PY) setup.py -q build_ext --inplace 2>&1 | $(SHORT_NINJA)
 	@touch $@
 
 # Held to the torch that the extension was built with.
