@@ -94,7 +94,9 @@ class FusionReport:
             name = names[0] if len(names) == 1 else pattern
             rows.append((name or "(the model itself)", before, after or "left alone", str(len(names)), note))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]).rstrip() for row in rows]
+        lines = [
+            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]).rstrip() for row in rows
+        ]
         lines.insert(1, "-" * max(len(line) for line in lines))
         return "\n".join([*lines, self.summary()])
 
@@ -201,12 +203,11 @@ def _matcher(selectors: Any, argument: str) -> Callable[[str, nn.Module], bool]:
 def _reason_to_leave(module: nn.Module) -> str | None:
     """Why a module that is one of the four kinds must stay as it is; None if it can be replaced."""
     base = next(base for base in _FUSED if isinstance(module, base))
-    own = [cls for cls in type(module).__mro__ if issubclass(cls, base) and cls is not base]
-    if issubclass(type(module), _FUSED[base][0]):
+    cls = type(module)
+    if isinstance(module, _FUSED[base][0]):
         return "is one of ours already"
-    if own:
-        methods = {n for cls in own for n, value in vars(cls).items() if callable(value) and n not in _HARMLESS}
-        if "forward" in methods:
+    if cls is not base and not _SAME_AS_TORCH.get(f"{cls.__module__}.{cls.__qualname__}", lambda _: False)(module):
+        if cls.forward is not base.forward:
             return f"subclass of nn.{base.__name__} with its own forward"
         return f"subclass of nn.{base.__name__}: its own code may rely on its class"
     if "forward" in vars(module):
@@ -219,15 +220,16 @@ def _reason_to_leave(module: nn.Module) -> str | None:
     return None
 
 
-_HARMLESS = ("__init__", "__doc__", "__module__")
+# Subclasses that other libraries build their models from, and when their forward is torch's.
+_SAME_AS_TORCH: dict[str, Callable[[Any], bool]] = {
+    "timm.layers.norm.LayerNorm": lambda module: not module._fast_norm,
+}
 
 
 # ------------------------------------------------------------------------------------------------ linear -> activation
 
 
-def _find_activations(
-    model: nn.Module, linears: dict[nn.Module, str]
-) -> dict[nn.Module, tuple[str, nn.Module, str]]:
+def _find_activations(model: nn.Module, linears: dict[nn.Module, str]) -> dict[nn.Module, tuple[str, nn.Module, str]]:
     """{linear: (name of the activation module, the module, its activation)} for every pair that can be one call."""
     seen = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     found: dict[nn.Module, tuple[str, nn.Module, str]] = {}
