@@ -48,7 +48,7 @@ class Accumulate:
         return _NAMES[self.dtype] if self.chunk is None else f"{_NAMES[self.dtype]}/{self.chunk}"
 
     @staticmethod
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def _parse_text(text: str) -> Accumulate:
         name, slash, chunk = text.partition("/")
         if name not in _DTYPES or (slash and not (chunk.isascii() and chunk.isdigit())):

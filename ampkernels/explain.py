@@ -1,2 +1,5 @@
-Explanation=object
-def explain(*a,**k): raise NotImplementedError
+Explanation = object
+
+
+def explain(*a, **k):
+    raise NotImplementedError

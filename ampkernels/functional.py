@@ -316,9 +316,7 @@ def rms_norm(
 
 _FLOATING = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _FLOATING_TEXT = "torch.float16, torch.bfloat16, torch.float32 or torch.float64"
-_EPSILON = {
-    dtype: torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps for dtype in _FLOATING
-}
+_EPSILON = {dtype: torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps for dtype in _FLOATING}
 
 
 def _needs_grad(*tensors: Tensor | None) -> bool:
@@ -373,9 +371,7 @@ def _check_matrix(op: str, input: Tensor, name: str, weight: Tensor, inner: str)
 def _check_vector(op: str, name: str, vector: Tensor, input: Tensor, size_name: str, size: int) -> None:
     _check_tensor(op, name, vector, input)
     if vector.dim() != 1 or vector.shape[0] != size:
-        raise ValueError(
-            f"{op}: {name} must have shape ({size_name},) with {size_name} = {size}, got {_shape(vector)}"
-        )
+        raise ValueError(f"{op}: {name} must have shape ({size_name},) with {size_name} = {size}, got {_shape(vector)}")
 
 
 def _gemm_dtype(
@@ -445,7 +441,9 @@ def _normalized_ndim(op: str, input: Tensor, normalized_shape: int | Sequence[in
     try:
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     except TypeError:
-        raise TypeError(f"{op}: normalized_shape must be an int or a sequence of ints, got {normalized_shape!r}") from None
+        raise TypeError(
+            f"{op}: normalized_shape must be an int or a sequence of ints, got {normalized_shape!r}"
+        ) from None
     ndim = len(shape)
     if ndim == 0 or input.shape[-ndim:] != shape:
         raise ValueError(
