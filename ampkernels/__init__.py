@@ -3,7 +3,7 @@
 Importing the package needs no GPU and makes no CUDA context.
 """
 
-from . import autocast, functional, nn, reference
+from . import functional, nn, reference
 from ._ops import ACTIVATIONS
 from .accumulate import Accumulate, accumulate
 from .explain import Explanation, explain

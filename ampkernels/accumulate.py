@@ -85,11 +85,12 @@ def accumulate(policy: Accumulate | str) -> Iterator[Accumulate]:
 def resolve(op: str, argument: Accumulate | str | None, dtype: torch.dtype, device_type: str) -> Accumulate:
     """The policy in force for a call of `op` that computes in `dtype`; raises if there is no such kernel."""
     policy = _context.get() if argument is None else Accumulate.parse(argument)
-    if policy == FP32:
+    if policy is FP32 or policy == FP32:
         return FP32
     if policy.dtype == torch.float16 and dtype != torch.float16:
-        raise ValueError(f"{op}: accumulate must be fp32 for inputs of {dtype}, got {policy}: float16 accumulators take "
-                         "float16 inputs only")  # fmt: skip
+        raise ValueError(
+            f"{op}: accumulate must be fp32 for inputs of {dtype}, got {policy}: fp16 accumulators take fp16 inputs only"
+        )
     _supported(op, policy, device_type)
     return policy
 
