@@ -214,10 +214,8 @@ def layer_norm_bwd(
     dbias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = saved.shape[saved.dim() - ndim :]
-    return (
-        _wanted(saved, saved.shape, dinput_dtype),
-        _wanted(saved, shape, dweight_dtype),
-        _wanted(saved, shape, dbias_dtype),
+    return _wanted(saved, saved.shape, dinput_dtype), _wanted(saved, shape, dweight_dtype), _wanted(
+        saved, shape, dbias_dtype
     )
 
 

@@ -436,9 +436,7 @@ def _normalized_ndim(
     try:
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     except TypeError:
-        raise TypeError(
-            f"{op}: normalized_shape must be an int or a sequence of ints, got {normalized_shape!r}"
-        ) from None
+        raise TypeError(f"{op}: normalized_shape must be an int or a sequence of ints, got {normalized_shape!r}") from None
     ndim = len(shape)
     if ndim == 0 or input.shape[-ndim:] != shape:
         raise ValueError(

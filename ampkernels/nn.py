@@ -169,9 +169,7 @@ class FusedMLP(nn.Module):
         super().__init__()
         functional._activation("FusedMLP", activation)
         self.fc1 = nn.Linear(in_features, hidden_features, bias, device, dtype)
-        self.fc2 = nn.Linear(
-            hidden_features, in_features if out_features is None else out_features, bias, device, dtype
-        )
+        self.fc2 = nn.Linear(hidden_features, in_features if out_features is None else out_features, bias, device, dtype)
         self.activation = activation
         self.accumulate = None if accumulate is None else Accumulate.parse(accumulate)
 
@@ -331,7 +329,9 @@ class FusedSoftmax(nn.Softmax):
     causal: bool = False
     out_dtype: OutDtype = None
 
-    def __init__(self, dim: int = -1, *, scale: float = 1.0, causal: bool = False, out_dtype: OutDtype = None) -> None:
+    def __init__(
+        self, dim: int = -1, *, scale: float = 1.0, causal: bool = False, out_dtype: OutDtype = None
+    ) -> None:
         super().__init__(dim)
         self.scale = functional._number("FusedSoftmax", "scale", scale)
         self.causal = causal

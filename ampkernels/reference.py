@@ -285,7 +285,9 @@ def gated_linear_bound(
         return error + rounding((act * up).abs() + error, out_dtype or input.dtype)
 
 
-def _pre(input: Tensor, weight: Tensor, bias: Tensor | None, policy: Accumulate) -> tuple[Tensor, Tensor]:
+def _pre(
+    input: Tensor, weight: Tensor, bias: Tensor | None, policy: Accumulate
+) -> tuple[Tensor, Tensor]:
     pre = _affine(input.detach(), weight.detach(), None if bias is None else bias.detach())
     terms = input.detach().double().abs() @ weight.detach().double().abs().mT
     u = UNIT_ROUNDOFF[compute_dtype(input.dtype)]
@@ -293,9 +295,7 @@ def _pre(input: Tensor, weight: Tensor, bias: Tensor | None, policy: Accumulate)
     return (pre, error) if bias is None else (pre, error + 2 * u * bias.detach().double().abs())
 
 
-def product_bound(
-    a: Tensor, b: Tensor, out_dtype: torch.dtype, *, rounded: float = 0.0, policy: Accumulate = FP32
-) -> Tensor:
+def product_bound(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, rounded: float = 0.0, policy: Accumulate = FP32) -> Tensor:
     """Elementwise bound for a @ b, of 16-bit or wider operands: what dinput = dpre @ W and dweight = dpre.T @ x are.
 
     `rounded`: relative error that the operands arrive with (dpre is rounded to the dtype computed in, and so is the saved
@@ -354,9 +354,7 @@ def norm_bound(
         rstd = (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
         h = centred * rstd
         h_error = absolute * rstd
-        relative = (
-            gamma(n + 8, u) + (h_error * h.abs()).mean(dims, keepdim=True) + h_error.square().mean(dims, keepdim=True)
-        )
+        relative = gamma(n + 8, u) + (h_error * h.abs()).mean(dims, keepdim=True) + h_error.square().mean(dims, keepdim=True)
         h_error = h_error + relative * (h.abs() + h_error)
         scale = 1.0 if weight is None else (weight.detach().double() + weight_offset).abs()
         shift = 0.0 if bias is None else bias.detach().double().abs()
