@@ -12,6 +12,7 @@ import os
 import platform
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -21,6 +22,8 @@ os.chdir(ROOT)
 sys.path.insert(0, str(ROOT / "tools"))
 
 from build_support import (  # noqa: E402
+    HOST_FLAGS,
+    NVCC_FLAGS,
     BuildError,
     CudaPlan,
     Machine,
@@ -60,19 +63,6 @@ assert spec is not None and spec.loader is not None
 _build = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(_build)
 
-# Rounding is written out in the sources: no contraction into fma, no fast-math, on either compiler.
-HOST_FLAGS = [
-    "-O3",
-    "-g0",
-    "-std=c++20",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fvisibility=hidden",
-    "-Wall",
-    "-Wno-unknown-pragmas",
-]
-NVCC_FLAGS = ["-O3", "-std=c++20", "-fmad=false", "-lineinfo", "-Xcompiler=-ffp-contract=off,-fvisibility=hidden"]
 
 GENERATED = ROOT / "build" / "generated"
 BUILD_TEMP = ROOT / "build" / f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
@@ -121,7 +111,7 @@ def extensions(cuda: CudaPlan) -> list[Extension]:
         defines += ["-DUSE_CUDA", "-DAMPKERNELS_WITH_CUDA"]
         if any(arch.startswith("9.0a") for arch in cuda.archs):
             defines.append("-DAMPKERNELS_SM90A")
-    make = cpp_extension.CUDAExtension if cuda.build else cpp_extension.CppExtension
+    make: Callable[..., Extension] = cpp_extension.CUDAExtension if cuda.build else cpp_extension.CppExtension
     result = [
         make(
             "ampkernels._C",
@@ -160,7 +150,9 @@ class BuildExt(cpp_extension.BuildExtension):
 
     def run(self) -> None:
         kernels = f"CPU and CUDA kernels ({' '.join(cuda.archs)})" if cuda.build else "CPU kernels"
-        print(f"ampkernels: building {kernels}, {os.environ['MAX_JOBS']} compilers at once", file=sys.stderr, flush=True)
+        print(
+            f"ampkernels: building {kernels}, {os.environ['MAX_JOBS']} compilers at once", file=sys.stderr, flush=True
+        )
         text = json.dumps(json.dumps(CONFIG))  # a JSON string is a C string
         write_if_changed(
             GENERATED / "build_config.h", f"// Written by setup.py.\n#define AMPKERNELS_BUILD_CONFIG {text}\n"
@@ -173,7 +165,7 @@ try:
     check_python()
     check_torch(torch.__version__)
     compiler = check_compiler(os.environ.get("CXX") or "c++")
-    gpus = ()
+    gpus: tuple[tuple[int, int], ...] = ()
     if torch.cuda.is_available():
         gpus = tuple(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
     cuda = plan_cuda(os.environ, Machine(torch.__version__, torch.version.cuda, toolkit, gpus))

@@ -38,8 +38,8 @@ def csrc_digest(csrc: Path = _CSRC) -> str | None:
 def covers(archs: Iterable[str], capability: tuple[int, int]) -> bool:
     """Whether code built for `archs` ("8.0", "9.0a", "10.0+PTX", ...) runs on a GPU of this compute capability.
 
-    Machine code runs on its own major version from its minor version up; "a" code on that very version only, "f" code on
-    its family; PTX on everything from its version up.
+    Machine code runs on its own major version, from its minor version up ("a" code on that very version only); PTX on
+    everything from its version up.
     """
     for arch in archs:
         match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", arch)
@@ -58,20 +58,23 @@ def covers(archs: Iterable[str], capability: tuple[int, int]) -> bool:
 
 def describe(config: Mapping[str, Any]) -> str:
     """The block that the build prints at its end, from the configuration that it compiles in."""
-    cuda, kernels = config["cuda"], config["kernels"]
+    cuda = config["cuda"]
+    gpu = f"left out: {cuda['reason']}"
     if cuda["built"]:
-        gpu = f"{', '.join(kernels['cuda'])}\n{'':17}CUDA {cuda['toolkit']}, archs {' '.join(cuda['archs'])}"
-    else:
-        gpu = f"left out: {cuda['reason']}"
+        gpu = f"nvcc {cuda['toolkit']}, archs {' '.join(cuda['archs'])}"
     rows = [
-        ("CPU kernels", f"{', '.join(kernels['cpu'])} ({config['compiler']})"),
+        ("CPU kernels", config["compiler"]),
         ("CUDA kernels", gpu),
         ("planner", "built" if config["planner"] else "left out: csrc/plan/module.cpp does not exist"),
         ("built with", f"torch {config['torch']}, Python {config['python']}"),
         ("sources", f"csrc {config['csrc']}"),
         *(("note", note) for note in config["notes"]),
     ]
-    return "\n".join([f"ampkernels {config['version']}", *(f"  {name:<15}{value}" for name, value in rows)])
+    return "\n".join([f"ampkernels {config['version']}", *_lines(rows)])
+
+
+def _lines(rows: Iterable[tuple[str, str]]) -> list[str]:
+    return [f"  {name:<16}{value}" for name, value in rows]
 
 
 class BuildInfo(dict[str, Any]):
@@ -86,33 +89,24 @@ class BuildInfo(dict[str, Any]):
             rows.append((f"{device} operators", ", ".join(running["operators"][device]) or "none"))
         if running["stale"]:
             rows.append(("stale build", running["stale"]))
-        return "\n".join([describe(self), *(f"  {name:<15}{value}" for name, value in rows)])
+        return "\n".join([describe(self), *_lines(rows)])
 
     __repr__ = __str__
 
 
-def load_extension() -> None:
-    """Imports the compiled extension, which registers `torch.ops.ampkernels`.
-
-    Raises:
-        ImportError: it was never built, or this torch cannot load it; the message says what to do.
-    """
+def import_failure(error: ImportError) -> str:
+    """Why `ampkernels._C` did not load, and what to do about it."""
     import torch
 
-    try:
-        importlib.import_module("ampkernels._C")
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            "ampkernels: the compiled extension ampkernels._C is missing. In a clone, build it with "
-            "`make build`, or with `pip install --no-build-isolation -e .`; elsewhere, reinstall the package."
-        ) from error
-    except ImportError as error:
-        hint = "rebuild it against this torch"
-        if "torch_cuda" in str(error) or "cudart" in str(error):
-            hint = "it holds CUDA kernels, which need a CUDA build of torch: install one, or rebuild with AMPKERNELS_CUDA=0"
-        raise ImportError(
-            f"ampkernels: torch {torch.__version__} cannot load the compiled extension ({error}): {hint}"
-        ) from error
+    if isinstance(error, ModuleNotFoundError):
+        return (
+            "the compiled extension ampkernels._C is missing: in a clone, run `make build` or "
+            "`pip install --no-build-isolation -e .`; elsewhere, reinstall the package"
+        )
+    remedy = "rebuild it against this torch"
+    if re.search("torch_cuda|cudart|aoti_torch_get_current_cuda_stream", str(error)):
+        remedy = "it holds CUDA kernels, so install a CUDA build of torch, or rebuild it with AMPKERNELS_CUDA=0"
+    return f"torch {torch.__version__} cannot load the compiled extension ampkernels._C ({error}): {remedy}"
 
 
 def build_info() -> BuildInfo:
@@ -120,31 +114,34 @@ def build_info() -> BuildInfo:
 
     Returns:
         A dict that prints as a block of text. Keys: `version`; `csrc` (digest of the sources); `torch`, `python`,
-        `compiler` (built with); `cuda` (`built`, `reason`, `toolkit`, `archs`); `kernels` (`cpu`, `cuda`: source files);
-        `planner`; `notes`; and `running`: `torch`, `cuda` (why CUDA tensors cannot be used now, or None), `operators`
-        (`CPU`, `CUDA`: operators present), `stale` (the sources have changed since the build, or None). If the
-        extension cannot be loaded: `version` and `error` only.
+        `compiler` (built with); `cuda` (`built`, `reason`, `toolkit`, `archs`); `kernels` (source files of `cpu` and
+        `cuda`); `planner`; `notes`; and `running`: `torch`, `cuda` (why CUDA tensors cannot be used now, or None),
+        `operators` (those present for `CPU` and `CUDA`), `stale` (how the sources differ from the build, or None). If
+        the extension cannot be loaded, `version` and `error` only.
     """
     import torch
 
     try:
-        load_extension()
-        config = json.loads(torch.ops.ampkernels.build_config())
+        importlib.import_module("ampkernels._C")
     except ImportError as error:
-        return BuildInfo(version=__version__, error=str(error))
+        return BuildInfo(version=__version__, error=import_failure(error))
+    config = json.loads(torch.ops.ampkernels.build_config())
+    if not config:
+        return BuildInfo(
+            version=__version__, error="the extension was not built by setup.py, and says nothing of itself"
+        )
 
-    capabilities = []
-    if torch.cuda.is_available():
-        capabilities = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
     source = csrc_digest()
     stale = None
     if source not in (None, config["csrc"]):
         stale = f"built from csrc {config['csrc']}, the source tree has {source}: run `make build`"
-    operators = {device: _operators(device) for device in ("CPU", "CUDA")}
+    capabilities = []
+    if torch.cuda.is_available():
+        capabilities = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
     running = {
         "torch": torch.__version__,
         "cuda": cuda_unavailable_reason(config["cuda"], capabilities),
-        "operators": operators,
+        "operators": {device: _operators(device) for device in ("CPU", "CUDA")},
         "stale": stale,
     }
     return BuildInfo(config, running=running)

@@ -30,6 +30,20 @@ NAMED_ARCHS = {
     "Blackwell": "10.0;10.3;12.0;12.1+PTX",
 }
 
+# Rounding is written out in the sources: no contraction into fma, no fast-math, on either compiler.
+HOST_FLAGS = [
+    "-O3",
+    "-g0",
+    "-std=c++20",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wno-unknown-pragmas",
+]
+NVCC_FLAGS = ["-O3", "-std=c++20", "-fmad=false", "-lineinfo", "-Xcompiler=-ffp-contract=off,-fvisibility=hidden"]
+
 # Peak resident memory of one compiler process.
 GIB = 1 << 30
 NVCC_JOB_BYTES = 5 * GIB // 2
@@ -106,7 +120,7 @@ def parse_arch_list(text: str) -> list[str]:
 
 
 def arch_number(arch: str) -> int:
-    """"9.0a+PTX" -> 90."""
+    """ "9.0a+PTX" -> 90."""
     major, minor = parse_version(arch)
     return 10 * major + minor
 
@@ -153,8 +167,8 @@ def plan_archs(
             number = 10 * capability[0] + capability[1]
             if capability < MIN_ARCH:
                 raise BuildError(
-                    f"a GPU of compute capability {capability[0]}.{capability[1]} is visible, and the kernels need 8.0 or "
-                    "later; hide it with CUDA_VISIBLE_DEVICES, or set AMPKERNELS_CUDA=0 to build for the CPU only"
+                    f"a GPU of compute capability {capability[0]}.{capability[1]} is visible, and the kernels need 8.0 "
+                    "or later; hide it with CUDA_VISIBLE_DEVICES, or set AMPKERNELS_CUDA=0 to build for the CPU only"
                 )
             if number in nvcc_archs:
                 archs += parse_arch_list(f"{capability[0]}.{capability[1]}")
@@ -173,7 +187,7 @@ def plan_archs(
 
 
 def plan_cuda(environ: Mapping[str, str], machine: Machine) -> CudaPlan:
-    """The CUDA rule: built when a toolkit is there and (a GPU is visible or AMPKERNELS_CUDA=1); AMPKERNELS_CUDA=0 never.
+    """The CUDA rule: built when a toolkit is there and (a GPU is visible or AMPKERNELS_CUDA=1); with 0, never.
 
     Raises:
         BuildError: CUDA was asked for, or a GPU is there for it, and it cannot be built as it should be.
@@ -204,9 +218,9 @@ def plan_cuda(environ: Mapping[str, str], machine: Machine) -> CudaPlan:
     if parse_version(toolkit.version)[0] != parse_version(torch_cuda)[0]:
         raise BuildError(
             f"nvcc in {toolkit.home} is CUDA {toolkit.version}, torch {machine.torch_version} is built with CUDA "
-            f"{torch_cuda}; the major versions must be the same. Point CUDA_HOME at a CUDA {torch_cuda} toolkit, install "
-            f"a torch for CUDA {toolkit.version}, or set AMPKERNELS_CUDA=0 to build for the CPU only. (An isolated build "
-            "brings a torch of its own; --no-build-isolation uses the one that is installed.)"
+            f"{torch_cuda}; the major versions must be the same. Point CUDA_HOME at a CUDA {torch_cuda} toolkit, "
+            f"install a torch for CUDA {toolkit.version}, or set AMPKERNELS_CUDA=0 to build for the CPU only. (An "
+            "isolated build brings a torch of its own; --no-build-isolation uses the one that is installed.)"
         )
     if parse_version(toolkit.version) != parse_version(torch_cuda):
         notes.append(f"nvcc is CUDA {toolkit.version}, torch's CUDA is {torch_cuda}: minor versions may differ")
@@ -229,11 +243,9 @@ def plan_jobs(environ: Mapping[str, str], cpus: int, memory: int, cuda: bool) ->
 
 def available_memory() -> int:
     """Bytes that the build may use: what the kernel says is available, within the limit of this control group."""
-    memory = 4 * GIB
-    try:
-        memory = int(re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[1]) * 1024  # type: ignore[index]
-    except (OSError, TypeError):
-        pass
+    meminfo = Path("/proc/meminfo")
+    available = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text() if meminfo.exists() else "")
+    memory = int(available[1]) * 1024 if available else 4 * GIB
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             memory = min(memory, int(Path(limit).read_text()))
@@ -247,7 +259,7 @@ def available_cpus() -> int:
 
 
 def find_toolkit(environ: Mapping[str, str]) -> Toolkit | None:
-    """The toolkit in $CUDA_HOME or $CUDA_PATH, else that of the nvcc on PATH, else /usr/local/cuda; None if none works."""
+    """The toolkit in $CUDA_HOME or $CUDA_PATH, else nvcc's on PATH, else in /usr/local/cuda; None if none works."""
     named = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
     nvcc = str(Path(named, "bin", "nvcc")) if named else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     try:

@@ -7,7 +7,7 @@ import sys
 import sysconfig
 
 
-def main():
+def main() -> None:
     if sys.version_info < (3, 10):
         sys.exit(
             "ampkernels needs Python >= 3.10, and %s is %d.%d. Name another: make PYTHON=python3.12"
@@ -22,7 +22,9 @@ def main():
     if not shutil.which((os.environ.get("CXX") or "g++").split()[0]):
         packages.append("g++")
     if packages:
-        sys.exit("ampkernels: this machine lacks what the build needs. Run\n    sudo apt install %s" % " ".join(packages))
+        sys.exit(
+            "ampkernels: this machine lacks what the build needs. Run\n    sudo apt install %s" % " ".join(packages)
+        )
 
 
 if __name__ == "__main__":
