@@ -22,9 +22,9 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 class Accumulate:
     """The summation tree of each output element of a GEMM, over k ascending.
 
-    Products are exact. Inside a chunk of `chunk` consecutive k, steps of 16 accumulate in `dtype`, from zero; chunk sums
-    are added in fp32, in ascending order. `chunk=None` leaves chunks to the library: partial sums are still fp32 and
-    added in a fixed order (run-to-run deterministic), but the tree may depend on the shape.
+    Products are exact. Inside a chunk of `chunk` consecutive k, steps of 16 accumulate in `dtype`, from zero; chunk
+    sums are added in fp32, in ascending order. `chunk=None` leaves chunks to the library: partial sums are still fp32
+    and added in a fixed order (run-to-run deterministic), but the tree may depend on the shape.
 
     Args:
         dtype: `torch.float32`, or `torch.float16` (for fp16 inputs only).
@@ -48,7 +48,7 @@ class Accumulate:
         return _NAMES[self.dtype] if self.chunk is None else f"{_NAMES[self.dtype]}/{self.chunk}"
 
     @staticmethod
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def _parse_text(text: str) -> Accumulate:
         name, slash, chunk = text.partition("/")
         if name not in _DTYPES or (slash and not (chunk.isascii() and chunk.isdigit())):
@@ -85,11 +85,12 @@ def accumulate(policy: Accumulate | str) -> Iterator[Accumulate]:
 def resolve(op: str, argument: Accumulate | str | None, dtype: torch.dtype, device_type: str) -> Accumulate:
     """The policy in force for a call of `op` that computes in `dtype`; raises if there is no such kernel."""
     policy = _context.get() if argument is None else Accumulate.parse(argument)
-    if policy == FP32:
+    if policy is FP32 or policy == FP32:
         return FP32
     if policy.dtype == torch.float16 and dtype != torch.float16:
-        raise ValueError(f"{op}: accumulate must be fp32 for inputs of {dtype}, got {policy}: float16 accumulators take "
-                         "float16 inputs only")  # fmt: skip
+        raise ValueError(
+            f"{op}: accumulate must be fp32 for inputs of {dtype}, got {policy}, which takes float16 inputs only"
+        )
     _supported(op, policy, device_type)
     return policy
 

@@ -1,8 +1,8 @@
 """The public operations: `torch.nn.functional`'s names and argument order, then ours, keyword-only.
 
 Every check of an argument is here, before anything is launched, with one form of message:
-`linear: weight must have shape (out, in) with in = 768, got (3072, 512)`. TypeError for what an argument is (type, dtype,
-layout), ValueError for its value (shape, device, range, name).
+`linear: weight must have shape (out, in) with in = 768, got (3072, 512)`. TypeError for what an argument is (type,
+dtype, layout), ValueError for its value (shape, device, range, name).
 
 Where nothing needs a gradient the autograd Function is skipped: it costs more than the checks and the launch together.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -51,20 +51,19 @@ def linear(
         `(…, out)`.
 
     Rounding points: products are exact; sums as `accumulate` says; bias and activation in fp32; y rounded once. Where
-    backward needs it, the pre-activation is rounded to the dtype computed in. Backward: dy * activation' in fp32, rounded
-    once to that dtype; dinput and dweight each rounded once, from the accumulators, to input's and weight's dtype; dbias
-    from the unrounded fp32 products in a fixed order.
+    backward needs it, the pre-activation is rounded to the dtype computed in. Backward: dy * activation' in fp32,
+    rounded once to that dtype; dinput and dweight each rounded once, from the accumulators, to input's and weight's
+    dtype; dbias from the unrounded fp32 products in a fixed order.
 
     Raises:
         TypeError: for a dtype that is not one of the four, or weight and input differing outside autocast.
-        ValueError: for shapes that do not fit, devices that differ or are neither CPU nor CUDA, an unknown activation, or
-            fp16 accumulators with inputs that are not fp16.
+        ValueError: for shapes that do not fit, devices that differ or are neither CPU nor CUDA, an unknown activation,
+            or fp16 accumulators with inputs that are not fp16.
         NotImplementedError: for a policy that has no kernel yet.
     """
-    device = _check_matrix("linear", input, "weight", weight, "in")
-    if bias is not None:
-        _check_vector("linear", "bias", bias, input, "out", weight.shape[0])
-    dtype = _gemm_dtype("linear", device, input, ("weight",), (weight,))
+    device = _check_tensors("linear", ("input", "weight", "bias"), (input, weight, bias))
+    _check_affine("linear", "in", _inner("linear", input), "weight", "out", weight, "bias", bias)
+    dtype = autocast.gemm_dtype(device, input.dtype, weight.dtype) or _refuse_mix("linear", input, weight=weight)
     number = _activation("linear", activation)
     policy = resolve("linear", accumulate, dtype, device)
     out_dtype = dtype if out_dtype is None else _out_dtype("linear", out_dtype)
@@ -99,12 +98,11 @@ def gated_linear(
     Rounding points and errors: as for `linear`. Gate, up and their product are fp32, y is rounded once; backward keeps
     gate and up, rounded to the dtype computed in.
     """
-    device = _check_matrix("gated_linear", input, "weight", weight, "in")
+    device = _check_tensors("gated_linear", ("input", "weight", "bias"), (input, weight, bias))
+    _check_affine("gated_linear", "in", _inner("gated_linear", input), "weight", "2 F", weight, "bias", bias)
     if weight.shape[0] % 2:
         raise ValueError(f"gated_linear: weight must have shape (2 F, in) with an even 2 F, got {_shape(weight)}")
-    if bias is not None:
-        _check_vector("gated_linear", "bias", bias, input, "2 F", weight.shape[0])
-    dtype = _gemm_dtype("gated_linear", device, input, ("weight",), (weight,))
+    dtype = autocast.gemm_dtype(device, input.dtype, weight.dtype) or _refuse_mix("gated_linear", input, weight=weight)
     number = _activation("gated_linear", activation)
     policy = resolve("gated_linear", accumulate, dtype, device)
     out_dtype = dtype if out_dtype is None else _out_dtype("gated_linear", out_dtype)
@@ -139,16 +137,10 @@ def mlp(
     Backward makes them again from the saved pre-activation, in the epilogue of the GEMM that makes its gradient; from
     that saved (rounded) value, they are the activation of it, rounded once. Errors as for `linear`.
     """
-    device = _check_matrix("mlp", input, "w1", w1, "in")
-    hidden = w1.shape[0]
-    if b1 is not None:
-        _check_vector("mlp", "b1", b1, input, "hidden", hidden)
-    _check_tensor("mlp", "w2", w2, input)
-    if w2.dim() != 2 or w2.shape[1] != hidden:
-        raise ValueError(f"mlp: w2 must have shape (out, hidden) with hidden = {hidden}, got {_shape(w2)}")
-    if b2 is not None:
-        _check_vector("mlp", "b2", b2, input, "out", w2.shape[0])
-    dtype = _gemm_dtype("mlp", device, input, ("w1", "w2"), (w1, w2))
+    device = _check_tensors("mlp", ("input", "w1", "b1", "w2", "b2"), (input, w1, b1, w2, b2))
+    _check_affine("mlp", "in", _inner("mlp", input), "w1", "hidden", w1, "b1", b1)
+    _check_affine("mlp", "hidden", w1.shape[0], "w2", "out", w2, "b2", b2)
+    dtype = autocast.gemm_dtype(device, input.dtype, w1.dtype, w2.dtype) or _refuse_mix("mlp", input, w1=w1, w2=w2)
     number = _activation("mlp", activation)
     policy = resolve("mlp", accumulate, dtype, device)
     arguments = (input, w1, b1, w2, b2, number, policy.dtype, policy.chunk or 0, dtype)
@@ -175,24 +167,24 @@ def softmax(
         input: any shape, fp16, bf16, fp32 or fp64.
         dim: the dimension that sums to 1.
         scale: multiplies the input, before the mask.
-        mask: broadcasts to input's shape. bool: True keeps, and what False drops is never read, NaN or not. Floating, any
-            of the four dtypes: added in fp32; it may need a gradient.
+        mask: broadcasts to input's shape. bool: True keeps, and what False drops is never read, NaN or not. Floating,
+            any of the four dtypes: added in fp32; it may need a gradient.
         causal: query i of `input.shape[-2]` keeps columns 0 … i (top-left aligned); `dim` must be the last.
         out_dtype: dtype of the result. None: input's, and under autocast eager's (float32 on CUDA). "autocast": the
             autocast dtype inside autocast, input's outside.
 
     Returns:
-        Input's shape. With a mask, a row with nothing kept is 0 and has gradient 0; without one, a row of -inf is NaN, as
-        in torch.
+        Input's shape. With a mask, a row with nothing kept is 0 and has gradient 0; without one, a row of -inf is NaN,
+        as in torch.
 
-    Rounding points: fp32 inside (fp64 for fp64), y rounded once. Backward reads y as it was rounded; dinput rounded once
-    to input's dtype; a floating mask's gradient is summed in fp32 and rounded once to the mask's.
+    Rounding points: fp32 inside (fp64 for fp64), y rounded once. Backward reads y as it was rounded; dinput rounded
+    once to input's dtype; a floating mask's gradient is summed in fp32 and rounded once to the mask's.
 
     Raises:
         TypeError: for dtypes outside the above.
         ValueError: for a `dim` out of range, a mask that does not broadcast, causal along another dimension.
     """
-    device = _check_input("softmax", input)
+    device = _check_tensors("softmax", ("input",), (input,))
     dim = _dim("softmax", input, dim)
     if type(scale) is not float:
         scale = _number("softmax", "scale", scale)
@@ -215,10 +207,10 @@ def log_softmax(input: Tensor, dim: int = -1, *, out_dtype: OutDtype = None) -> 
     Args:
         input, dim, out_dtype: as for `softmax`.
 
-    Rounding points: fp32 inside (fp64 for fp64), y rounded once; backward reads y as it was rounded; dinput rounded once
-    to input's dtype. Errors as for `softmax`.
+    Rounding points: fp32 inside (fp64 for fp64), y rounded once; backward reads y as it was rounded; dinput rounded
+    once to input's dtype. Errors as for `softmax`.
     """
-    device = _check_input("log_softmax", input)
+    device = _check_tensors("log_softmax", ("input",), (input,))
     dim = _dim("log_softmax", input, dim)
     out_dtype = _rows_dtype("log_softmax", device, input, out_dtype)
     if _needs_grad(input):
@@ -250,20 +242,16 @@ def layer_norm(
         The normalised tensor; with a residual `(normalised, s)`, where s is rounded once, to residual's dtype. What is
         normalised is the sum before that rounding.
 
-    Rounding points: s, mean and variance (two passes over the row) and the affine step in fp32 (fp64 for fp64), y rounded
-    once. Backward reads the input, or s as it was rounded, and fp32 statistics; dinput is rounded once to input's dtype;
-    dweight and dbias are fp32 sums in a fixed order, rounded once to the parameters' dtypes.
+    Rounding points: s, mean and variance (two passes over the row) and the affine step in fp32 (fp64 for fp64), y
+    rounded once. Backward reads the input, or s as it was rounded, and fp32 statistics; dinput is rounded once to
+    input's dtype; dweight and dbias are fp32 sums in a fixed order, rounded once to the parameters' dtypes.
 
     Raises:
         TypeError: for dtypes outside the above.
         ValueError: for shapes or devices that do not fit, or a negative or NaN eps.
     """
-    device = _check_input("layer_norm", input)
-    ndim, shape = _normalized_ndim("layer_norm", input, normalized_shape)
-    if weight is not None:
-        _check_parameter("layer_norm", "weight", weight, input, shape)
-    if bias is not None:
-        _check_parameter("layer_norm", "bias", bias, input, shape)
+    device = _check_tensors("layer_norm", ("input", "weight", "bias", "residual"), (input, weight, bias, residual))
+    ndim = _normalized_ndim("layer_norm", input, normalized_shape, weight, bias)
     if residual is not None:
         _check_residual("layer_norm", residual, input)
     eps = _eps("layer_norm", eps)
@@ -294,10 +282,8 @@ def rms_norm(
 
     Returns, rounding points, errors: as for `layer_norm`.
     """
-    device = _check_input("rms_norm", input)
-    ndim, shape = _normalized_ndim("rms_norm", input, normalized_shape)
-    if weight is not None:
-        _check_parameter("rms_norm", "weight", weight, input, shape)
+    device = _check_tensors("rms_norm", ("input", "weight", "residual"), (input, weight, residual))
+    ndim = _normalized_ndim("rms_norm", input, normalized_shape, weight, None)
     if residual is not None:
         _check_residual("rms_norm", residual, input)
     eps = _EPSILON[input.dtype] if eps is None else _eps("rms_norm", eps)
@@ -316,9 +302,9 @@ def rms_norm(
 
 _FLOATING = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _FLOATING_TEXT = "torch.float16, torch.bfloat16, torch.float32 or torch.float64"
-_EPSILON = {
-    dtype: torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps for dtype in _FLOATING
-}
+_DEVICES = frozenset(("cpu", "cuda", "meta"))
+_STRIDED = torch.strided
+_EPSILON = {dtype: torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps for dtype in _FLOATING}
 
 
 def _needs_grad(*tensors: Tensor | None) -> bool:
@@ -326,65 +312,69 @@ def _needs_grad(*tensors: Tensor | None) -> bool:
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
                 return True
-    # Forward-mode AD has no formula here: the Function says so, where the plain operator would drop tangents in silence.
+    # Forward-mode AD has no formula here: the Function says so, where the plain operator would drop tangents in
+    # silence.
     return forward_ad._current_level >= 0
 
 
-def _check_input(op: str, input: Tensor) -> str:
-    """Returns the device type: "cpu", "cuda", or "meta"."""
-    _check_dense(op, "input", input)
-    if input.is_cpu:
-        return "cpu"
-    if input.is_cuda:
-        return "cuda"
-    if input.is_meta:
-        return "meta"
-    raise ValueError(f"{op}: input must be on a cpu or cuda device, got {input.device}")
+def _check_tensors(op: str, names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> str:
+    """One quick pass over the tensors that an op reads as numbers; returns their device type (cpu, cuda or meta)."""
+    try:
+        device = tensors[0].device  # type: ignore[union-attr]
+        for tensor in tensors:
+            if tensor is not None and (
+                tensor.dtype not in _FLOATING or tensor.device != device or tensor.layout is not _STRIDED
+            ):
+                break
+        else:
+            if device.type in _DEVICES:
+                return device.type
+    except AttributeError:
+        pass
+    raise _tensor_error(op, names, tensors)
 
 
-def _check_dense(op: str, name: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {_typename(tensor)}")
-    if tensor.dtype not in _FLOATING:
-        raise TypeError(f"{op}: {name} must have dtype {_FLOATING_TEXT}, got {tensor.dtype}")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{op}: {name} must be a dense tensor (layout torch.strided), got layout {tensor.layout}")
+def _tensor_error(op: str, names: tuple[str, ...], tensors: tuple[Any, ...]) -> Exception:
+    """What `_check_tensors` did not like."""
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor is None and name != "input":
+            continue
+        if not isinstance(tensor, Tensor):
+            return TypeError(f"{op}: {name} must be a torch.Tensor, got {_typename(tensor)}")
+        if tensor.dtype not in _FLOATING:
+            return TypeError(f"{op}: {name} must have dtype {_FLOATING_TEXT}, got {tensor.dtype}")
+        if tensor.layout is not _STRIDED:
+            return TypeError(f"{op}: {name} must be a dense tensor (layout torch.strided), got layout {tensor.layout}")
+        if tensor.device.type not in _DEVICES:
+            return ValueError(f"{op}: {name} must be on a cpu or cuda device, got {tensor.device}")
+        if tensor.device != tensors[0].device:
+            return ValueError(f"{op}: {name} must be on input's device {tensors[0].device}, got {tensor.device}")
+    raise AssertionError(f"{op}: tensors are as they should be")
 
 
-def _check_tensor(op: str, name: str, tensor: Tensor, input: Tensor) -> None:
-    _check_dense(op, name, tensor)
-    if tensor.device != input.device:
-        raise ValueError(f"{op}: {name} must be on input's device {input.device}, got {tensor.device}")
-
-
-def _check_matrix(op: str, input: Tensor, name: str, weight: Tensor, inner: str) -> str:
-    device = _check_input(op, input)
-    _check_tensor(op, name, weight, input)
-    if input.dim() == 0:
+def _inner(op: str, input: Tensor) -> int:
+    shape = input.shape
+    if not shape:
         raise ValueError(f"{op}: input must have at least 1 dimension, got shape ()")
-    if weight.dim() != 2 or weight.shape[1] != input.shape[-1]:
-        outer = {"w1": "hidden"}.get(name, "2 F" if op == "gated_linear" else "out")
+    return shape[-1]
+
+
+def _check_affine(
+    op: str, inner: str, k: int, weight_name: str, outer: str, weight: Tensor, bias_name: str, bias: Tensor | None
+) -> None:
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{op}: {weight_name} must be a torch.Tensor, got {_typename(weight)}")
+    shape = weight.shape
+    if len(shape) != 2 or shape[1] != k:
         raise ValueError(
-            f"{op}: {name} must have shape ({outer}, {inner}) with {inner} = {input.shape[-1]}, got {_shape(weight)}"
+            f"{op}: {weight_name} must have shape ({outer}, {inner}) with {inner} = {k}, got {_shape(weight)}"
         )
-    return device
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != shape[0]):
+        raise ValueError(f"{op}: {bias_name} must have shape ({outer},) with {outer} = {shape[0]}, got {_shape(bias)}")
 
 
-def _check_vector(op: str, name: str, vector: Tensor, input: Tensor, size_name: str, size: int) -> None:
-    _check_tensor(op, name, vector, input)
-    if vector.dim() != 1 or vector.shape[0] != size:
-        raise ValueError(
-            f"{op}: {name} must have shape ({size_name},) with {size_name} = {size}, got {_shape(vector)}"
-        )
-
-
-def _gemm_dtype(
-    op: str, device: str, input: Tensor, names: tuple[str, ...], weights: tuple[Tensor, ...]
-) -> torch.dtype:
-    dtype = autocast.gemm_dtype(device, input.dtype, *[weight.dtype for weight in weights])
-    if dtype is not None:
-        return dtype
-    name, weight = next((n, w) for n, w in zip(names, weights, strict=True) if w.dtype != input.dtype)
+def _refuse_mix(op: str, input: Tensor, **weights: Tensor) -> NoReturn:
+    name, weight = next((name, weight) for name, weight in weights.items() if weight.dtype != input.dtype)
     raise TypeError(
         f"{op}: {name} must have input's dtype {input.dtype} outside autocast (which never casts float64), "
         f"got {weight.dtype}"
@@ -431,7 +421,7 @@ def _check_mask(mask: Tensor, input: Tensor) -> None:
         raise TypeError(f"softmax: mask must be a torch.Tensor, got {_typename(mask)}")
     if mask.dtype != torch.bool and mask.dtype not in _FLOATING:
         raise TypeError(f"softmax: mask must have dtype torch.bool (True = keep) or {_FLOATING_TEXT}, got {mask.dtype}")
-    if mask.layout != torch.strided:
+    if mask.layout is not _STRIDED:
         raise TypeError(f"softmax: mask must be a dense tensor (layout torch.strided), got layout {mask.layout}")
     if mask.device != input.device:
         raise ValueError(f"softmax: mask must be on input's device {input.device}, got {mask.device}")
@@ -441,28 +431,29 @@ def _check_mask(mask: Tensor, input: Tensor) -> None:
         raise ValueError(f"softmax: mask must broadcast to input's shape {_shape(input)}, got {_shape(mask)}")
 
 
-def _normalized_ndim(op: str, input: Tensor, normalized_shape: int | Sequence[int]) -> tuple[int, tuple[int, ...]]:
+def _normalized_ndim(
+    op: str, input: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None, bias: Tensor | None
+) -> int:
     try:
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     except TypeError:
-        raise TypeError(f"{op}: normalized_shape must be an int or a sequence of ints, got {normalized_shape!r}") from None
+        raise TypeError(
+            f"{op}: normalized_shape must be an int or a sequence of ints, got {normalized_shape!r}"
+        ) from None
     ndim = len(shape)
     if ndim == 0 or input.shape[-ndim:] != shape:
         raise ValueError(
             f"{op}: normalized_shape must be the last dimensions of input's shape {_shape(input)}, at least one, "
             f"got {shape}"
         )
-    return ndim, shape
-
-
-def _check_parameter(op: str, name: str, parameter: Tensor, input: Tensor, shape: tuple[int, ...]) -> None:
-    _check_tensor(op, name, parameter, input)
-    if parameter.shape != shape:
-        raise ValueError(f"{op}: {name} must have shape normalized_shape = {shape}, got {_shape(parameter)}")
+    if weight is not None and weight.shape != shape:
+        raise ValueError(f"{op}: weight must have shape normalized_shape = {shape}, got {_shape(weight)}")
+    if bias is not None and bias.shape != shape:
+        raise ValueError(f"{op}: bias must have shape normalized_shape = {shape}, got {_shape(bias)}")
+    return ndim
 
 
 def _check_residual(op: str, residual: Tensor, input: Tensor) -> None:
-    _check_tensor(op, "residual", residual, input)
     if residual.shape != input.shape:
         raise ValueError(f"{op}: residual must have input's shape {_shape(input)}, got {_shape(residual)}")
     if residual.dtype != input.dtype and torch.float64 in (residual.dtype, input.dtype):
@@ -481,7 +472,7 @@ def _eps(op: str, eps: float) -> float:
 
 
 def _number(op: str, name: str, value: Any) -> float:
-    if isinstance(value, Tensor) or isinstance(value, (str, bytes, complex)):
+    if isinstance(value, (Tensor, str, bytes, complex)):
         raise TypeError(f"{op}: {name} must be a number, got {_typename(value)}")
     try:
         number = float(value)

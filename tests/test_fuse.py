@@ -202,7 +202,9 @@ def test_activations_are_told_by_their_values(module, name):
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("module", [nn.LeakyReLU(), nn.ELU(), nn.Softplus(), nn.PReLU(), nn.Hardswish(), nn.Dropout(0.5)])
+@pytest.mark.parametrize(
+    "module", [nn.LeakyReLU(), nn.ELU(), nn.Softplus(), nn.PReLU(), nn.Hardswish(), nn.Dropout(0.5)]
+)
 def test_other_activations_stay(module):
     model = Block(module)
     ak.fuse(model)
@@ -299,7 +301,7 @@ def test_report_groups_repeated_blocks():
     assert "*.*" in text and "FusedLayerNorm" in text and "fused 15 modules" in text
 
 
-# ---------------------------------------------------------------------------------------------- models of other libraries
+# -------------------------------------------------------------------------------------------- models of other libraries
 
 
 def test_timm_vision_transformer():
