@@ -95,7 +95,7 @@ __device__ __forceinline__ uint4 realign(const RawPiece& raw, int shift, int byt
 
 // A thread's pieces of one operand's tile: piece c lies THREADS pieces after piece c - 1, which is a whole number of
 // rows (a multiple of 8 of them wherever there is more than one piece), so that all have the same column and swizzle.
-template <int OUTER, int BK, int THREADS>
+template <int OUTER, int BK, int THREADS, bool kKMajor>
 struct TileLoader {
   static constexpr int kPieces = OUTER * BK / 8 / THREADS;
   static_assert(kPieces * THREADS * 8 == OUTER * BK);
@@ -108,23 +108,20 @@ struct TileLoader {
   int k_step;          // from piece to piece: 0 if K-major
   uint32_t row_bytes;  // of a piece that k does not cut; K-major: bit mask of the rows that exist
 
-  bool kmajor;
-
   // outer0: first row of the operand in the tile; limit: rows of the operand. With half > 0 (gated) the tile takes
   // OUTER / 2 rows from outer0 on and as many from half + outer0 on, in turns of 8, and limit = half.
   __device__ __forceinline__ TileLoader(const GemmOperand& x, int64_t outer0, int64_t limit, int64_t half, int64_t k0) {
     const int tid = threadIdx.x;
-    kmajor = x.stride_k == 1;
-    const int pieces = kmajor ? BK / 8 : OUTER / 8;
+    constexpr int pieces = kKMajor ? BK / 8 : OUTER / 8;
     const int row = tid / pieces, column = tid % pieces;
-    const int rows = THREADS / pieces;
+    constexpr int rows = THREADS / pieces;
     smem = (row * pieces + (column ^ swizzle(row, pieces))) * 16;
     const auto outer_of = [&](int i) -> int64_t {  // without the offset of the up half
       return half > 0 ? outer0 + (i / 16) * 8 + i % 8 : outer0 + i;
     };
     const auto up_of = [&](int i) -> int64_t { return half > 0 && (i & 8) ? half : 0; };
     const char* base = static_cast<const char*>(x.data);
-    if (kmajor) {
+    if constexpr (kKMajor) {
       k = column * 8;
       k_step = 0;
       row_bytes = 0;
@@ -146,7 +143,7 @@ struct TileLoader {
 
   // Valid bytes of piece c in a tile with k_left elements of K left.
   __device__ __forceinline__ int bytes(int c, int k_left) const {
-    if (kmajor) return row_bytes >> c & 1 ? max(min(k_left - k, 8), 0) * 2 : 0;
+    if constexpr (kKMajor) return row_bytes >> c & 1 ? max(min(k_left - k, 8), 0) * 2 : 0;
     return k + c * k_step < k_left ? row_bytes : 0;
   }
 
@@ -178,24 +175,23 @@ struct TileLoader {
 // A warp's ldmatrix.x4 loads, each of 16 (m or n) by 16 k. kOuterBit: which bit of the matrix number (lane / 8) moves
 // along m or n; the other moves along k. In the swizzled address, steps along the row of pieces are XORs, since they
 // never carry into the lane's own bits; steps of whole rows are immediate offsets.
-template <int OUTER, int BK, int COUNT, int kOuterBit>
+template <int OUTER, int BK, int COUNT, int kOuterBit, bool kKMajor>
 struct FragmentAddress {
   static constexpr uint32_t kRowK = BK * 2, kRowMN = OUTER * 2;  // bytes of a row of the tile, K-major and MN-major
   uint32_t row;                                                  // offset of the row of this lane
   uint32_t column;                                               // swizzled offset in the row
-  bool kmajor;
 
-  __device__ __forceinline__ FragmentAddress(bool is_kmajor, int warp_outer) : kmajor(is_kmajor) {
+  __device__ __forceinline__ explicit FragmentAddress(int warp_outer) {
     static_assert(COUNT == 1 || COUNT == 2 || COUNT == 4);
     const int lane = threadIdx.x % 32, l = lane % 8;
     const int o8 = (lane >> (3 + kOuterBit)) & 1, k8 = (lane >> (4 - kOuterBit)) & 1;
-    const int s = swizzle(l, kmajor ? BK / 8 : OUTER / 8);  // the rows that a lane loads differ by multiples of 8
-    row = kmajor ? (warp_outer + o8 * 8 + l) * kRowK : (k8 * 8 + l) * kRowMN;
-    column = kmajor ? (k8 ^ s) * 16 : ((warp_outer / 8 + o8) ^ s) * 16;
+    const int s = swizzle(l, kKMajor ? BK / 8 : OUTER / 8);  // the rows that a lane loads differ by multiples of 8
+    row = kKMajor ? (warp_outer + o8 * 8 + l) * kRowK : (k8 * 8 + l) * kRowMN;
+    column = kKMajor ? (k8 ^ s) * 16 : ((warp_outer / 8 + o8) ^ s) * 16;
   }
 
   __device__ __forceinline__ void load(uint32_t (&r)[COUNT][4], uint32_t tile, int step) const {
-    if (kmajor) {
+    if constexpr (kKMajor) {
       const uint32_t base = tile + row + (column ^ (step * 32));
 #pragma unroll
       for (int i = 0; i < COUNT; ++i) ldmatrix_x4<false>(r[i], base + i * 16 * kRowK);
@@ -259,11 +255,6 @@ __global__ void __launch_bounds__(Config::THREADS, 1)
   const int last_tile = static_cast<int>(k_count - (k_tiles - 1) * int64_t(BK));
   const auto k_left = [&](int t) { return t + 1 < k_tiles ? BK : last_tile; };
 
-  TileLoader<BM, BK, THREADS> load_a(p.a, m0, p.m, 0, k_begin);
-  TileLoader<BN, BK, THREADS> load_b(p.b, n0, n_limit, half, k_begin);
-  const FragmentAddress<BM, BK, MF, 0> address_a(load_a.kmajor, warp_m);
-  const FragmentAddress<BN, BK, NF / 2, 1> address_b(load_b.kmajor, warp_n);
-
   Accumulator<T, kHalfAcc> acc[MF][NF];
   float sum[Config::CHUNKED ? MF : 1][Config::CHUNKED ? NF : 1][4];
 #pragma unroll
@@ -302,7 +293,13 @@ __global__ void __launch_bounds__(Config::THREADS, 1)
     }
   };
 
-  if (k_tiles > 0) {
+  // One copy for each pair of layouts: with the layout a run-time branch around each fragment's loads, the loads and
+  // the multiplications do not overlap.
+  const auto main_loop = [&]<bool kAKMajor, bool kBKMajor>() {
+    TileLoader<BM, BK, THREADS, kAKMajor> load_a(p.a, m0, p.m, 0, k_begin);
+    TileLoader<BN, BK, THREADS, kBKMajor> load_b(p.b, n0, n_limit, half, k_begin);
+    const FragmentAddress<BM, BK, MF, 0, kAKMajor> address_a(warp_m);
+    const FragmentAddress<BN, BK, NF / 2, 1, kBKMajor> address_b(warp_n);
     if constexpr (kAligned) {
       uint32_t a[2][MF][4], b[2][NF / 2][4];
 #pragma unroll
@@ -372,6 +369,17 @@ __global__ void __launch_bounds__(Config::THREADS, 1)
         }
       }
     }
+  };
+  if (k_tiles > 0) {
+    const bool a_kmajor = p.a.stride_k == 1, b_kmajor = p.b.stride_k == 1;
+    if (a_kmajor && b_kmajor)
+      main_loop.template operator()<true, true>();
+    else if (a_kmajor)
+      main_loop.template operator()<true, false>();
+    else if (b_kmajor)
+      main_loop.template operator()<false, true>();
+    else
+      main_loop.template operator()<false, false>();
   }
   end_chunk();  // the last, maybe short, chunk; an empty one adds zero
   const auto total = [&](int i, int j, int e) {
