@@ -9,7 +9,6 @@ Where nothing needs a gradient the autograd Function is skipped: it costs more t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
@@ -475,12 +474,9 @@ def _number(op: str, name: str, value: Any) -> float:
     if isinstance(value, (Tensor, str, bytes, complex)):
         raise TypeError(f"{op}: {name} must be a number, got {_typename(value)}")
     try:
-        number = float(value)
+        return float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{op}: {name} must be a number, got {_typename(value)}") from None
-    if name != "eps" and not math.isfinite(number):
-        raise ValueError(f"{op}: {name} must be finite, got {number}")
-    return number
 
 
 def _shape(tensor: Tensor) -> str:
