@@ -36,15 +36,19 @@ def test_default():
     assert ak.Accumulate() == ak.Accumulate.parse("fp32") == FP32
 
 
-@pytest.mark.parametrize("text", ["", "fp8", "FP32", "fp32/", "fp32/x", "fp32/-16", "fp32/1.5", "/512", "fp32/512/16", "fp32 ", "fp32/²"])
+@pytest.mark.parametrize(
+    "text", ["", "fp8", "FP32", "fp32/", "fp32/x", "fp32/-16", "fp32/1.5", "/512", "fp32/512/16", "fp32 ", "fp32/²"]
+)
 def test_text_that_names_nothing(text):
-    with pytest.raises(ValueError, match="^Accumulate: must be 'fp32', 'fp16', 'fp32/<chunk>' or 'fp16/<chunk>', got "):
+    with pytest.raises(
+        ValueError, match=r"^Accumulate: must be 'fp32', 'fp16', 'fp32/<chunk>' or 'fp16/<chunk>', got "
+    ):
         ak.Accumulate.parse(text)
 
 
 @pytest.mark.parametrize("chunk", [0, 8, 17, -16, 16.0, True, "16"])
 def test_chunk_is_a_positive_multiple_of_16(chunk):
-    with pytest.raises(ValueError, match="^Accumulate: chunk must be a positive multiple of 16 or None, got "):
+    with pytest.raises(ValueError, match=r"^Accumulate: chunk must be a positive multiple of 16 or None, got "):
         ak.Accumulate(torch.float32, chunk)
 
 
@@ -54,12 +58,14 @@ def test_chunk_in_text_is_checked_too():
 
 
 def test_dtype_is_fp32_or_fp16():
-    with pytest.raises(ValueError, match="^Accumulate: dtype must be torch.float32 or torch.float16, got torch.bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"^Accumulate: dtype must be torch.float32 or torch.float16, got torch.bfloat16"
+    ):
         ak.Accumulate(torch.bfloat16)
 
 
 def test_other_types_are_refused():
-    with pytest.raises(TypeError, match="^Accumulate: must be an Accumulate or a string such as 'fp32/512', got int"):
+    with pytest.raises(TypeError, match=r"^Accumulate: must be an Accumulate or a string such as 'fp32/512', got int"):
         ak.linear(X, W, accumulate=512)
 
 

@@ -5,13 +5,13 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from bounds import assert_within
+from cases import randn
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampkernels as ak
 from ampkernels import _ops, autocast, reference
-from bounds import assert_within
-from cases import randn
 
 LOW = (torch.bfloat16, torch.float16)
 ANY = (*LOW, torch.float32, torch.float64)
@@ -25,7 +25,10 @@ GEMMS = {
 ROWS = {
     "softmax": (lambda x, w, b, **kw: ak.softmax(x, **kw), lambda x, w, b: F.softmax(x, -1)),
     "log_softmax": (lambda x, w, b, **kw: ak.log_softmax(x, **kw), lambda x, w, b: F.log_softmax(x, -1)),
-    "layer_norm": (lambda x, w, b, **kw: ak.layer_norm(x, 8, w[0], b, **kw), lambda x, w, b: F.layer_norm(x, (8,), w[0], b)),
+    "layer_norm": (
+        lambda x, w, b, **kw: ak.layer_norm(x, 8, w[0], b, **kw),
+        lambda x, w, b: F.layer_norm(x, (8,), w[0], b),
+    ),
     "rms_norm": (lambda x, w, b, **kw: ak.rms_norm(x, 8, w[0], **kw), lambda x, w, b: F.rms_norm(x, (8,), w[0])),
 }
 
@@ -262,14 +265,18 @@ def test_weights_written_inside_the_block_are_seen(device, op, write):
             with torch.no_grad():
                 parameter.mul_(2)
         second = GEMMS[op][0](x, parameter, b)
-        fresh = GEMMS[op][0](x, parameter.detach().clone(), b)
+        fresh = GEMMS[op][0](x, parameter.detach().clone().requires_grad_(), b)
     assert torch.equal(second, fresh)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_over_layers_that_share_a_weight(device, reentrant):
     """Report 95: the recomputation must save the same tensors as the first forward did."""
-    first, second, norm = ak.FusedLinear(8, 8).to(device), ak.FusedLinear(8, 8).to(device), ak.FusedLayerNorm(8).to(device)
+    first, second, norm = (
+        ak.FusedLinear(8, 8).to(device),
+        ak.FusedLinear(8, 8).to(device),
+        ak.FusedLayerNorm(8).to(device),
+    )
     second.weight = first.weight
     x = randn(4, 8, dtype=torch.float32, device=device)
 

@@ -9,12 +9,12 @@ import weakref
 
 import pytest
 import torch
+from cases import randn
 from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
 import ampkernels as ak
 from ampkernels import _ops, reference
-from cases import randn
 
 D = torch.float64
 
@@ -94,7 +94,9 @@ def test_gradcheck(case):
 def test_gradcheck_activations(op, activation):
     x, w, w2 = normal(3, 4).requires_grad_(), normal(6, 4, seed=1).requires_grad_(), normal(5, 6, seed=2)
     if op == "mlp":
-        assert gradcheck(lambda x, w, w2: ak.mlp(x, w, None, w2, None, activation=activation), (x, w, w2.requires_grad_()))
+        assert gradcheck(
+            lambda x, w, w2: ak.mlp(x, w, None, w2, None, activation=activation), (x, w, w2.requires_grad_())
+        )
     else:
         assert gradcheck(lambda x, w: getattr(ak, op)(x, w, activation=activation), (x, w))
 

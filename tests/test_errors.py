@@ -20,7 +20,11 @@ ACTIVATIONS = "None, 'relu', 'gelu', 'gelu_tanh', 'silu', 'sigmoid', 'tanh', 'qu
 # (call, exception, message): argument, requirement, and what it got.
 CASES = {
     # rank and inner size
-    "linear-0d": (lambda: ak.linear(X[0, 0], W), ValueError, "linear: input must have at least 1 dimension, got shape ()"),
+    "linear-0d": (
+        lambda: ak.linear(X[0, 0], W),
+        ValueError,
+        "linear: input must have at least 1 dimension, got shape ()",
+    ),
     "linear-weight-inner": (
         lambda: ak.linear(X, W[:, :5]),
         ValueError,
@@ -71,7 +75,11 @@ CASES = {
         ValueError,
         "mlp: w2 must have shape (out, hidden) with hidden = 6, got (3, 5)",
     ),
-    "mlp-b1": (lambda: ak.mlp(X, W, B[:2], W2, None), ValueError, "mlp: b1 must have shape (hidden,) with hidden = 6, got (2,)"),
+    "mlp-b1": (
+        lambda: ak.mlp(X, W, B[:2], W2, None),
+        ValueError,
+        "mlp: b1 must have shape (hidden,) with hidden = 6, got (2,)",
+    ),
     "mlp-b2": (lambda: ak.mlp(X, W, B, W2, B), ValueError, "mlp: b2 must have shape (out,) with out = 3, got (6,)"),
     # devices
     "linear-mixed-devices": (
@@ -100,13 +108,21 @@ CASES = {
         "rms_norm: residual must be on input's device cpu, got meta",
     ),
     # what an argument is
-    "linear-integer": (lambda: ak.linear(X.int(), W), TypeError, f"linear: input must have dtype {FLOATS}, got torch.int32"),
+    "linear-integer": (
+        lambda: ak.linear(X.int(), W),
+        TypeError,
+        f"linear: input must have dtype {FLOATS}, got torch.int32",
+    ),
     "linear-complex": (
         lambda: ak.linear(X, W.to(torch.complex64)),
         TypeError,
         f"linear: weight must have dtype {FLOATS}, got torch.complex64",
     ),
-    "linear-bool-bias": (lambda: ak.linear(X, W, B > 0), TypeError, f"linear: bias must have dtype {FLOATS}, got torch.bool"),
+    "linear-bool-bias": (
+        lambda: ak.linear(X, W, B > 0),
+        TypeError,
+        f"linear: bias must have dtype {FLOATS}, got torch.bool",
+    ),
     "linear-no-weight": (lambda: ak.linear(X, None), TypeError, "linear: weight must be a torch.Tensor, got NoneType"),
     "linear-list": (lambda: ak.linear([1.0], W), TypeError, "linear: input must be a torch.Tensor, got list"),
     "linear-number-bias": (lambda: ak.linear(X, W, 0), TypeError, "linear: bias must be a torch.Tensor, got int"),
@@ -132,7 +148,11 @@ CASES = {
         TypeError,
         "mlp: w2 must have input's dtype torch.float32 outside autocast (which never casts float64), got torch.float16",
     ),
-    "softmax-integer": (lambda: ak.softmax(X.long()), TypeError, f"softmax: input must have dtype {FLOATS}, got torch.int64"),
+    "softmax-integer": (
+        lambda: ak.softmax(X.long()),
+        TypeError,
+        f"softmax: input must have dtype {FLOATS}, got torch.int64",
+    ),
     "log_softmax-integer": (
         lambda: ak.log_softmax(X.long()),
         TypeError,
@@ -179,7 +199,11 @@ CASES = {
         ValueError,
         f"FusedLinear: activation must be one of {ACTIVATIONS}, got 'GELU'",
     ),
-    "softmax-dim": (lambda: ak.softmax(X, 2), ValueError, "softmax: dim must be in [-2, 1] for input of shape (4, 8), got 2"),
+    "softmax-dim": (
+        lambda: ak.softmax(X, 2),
+        ValueError,
+        "softmax: dim must be in [-2, 1] for input of shape (4, 8), got 2",
+    ),
     "softmax-dim-negative": (
         lambda: ak.softmax(X, -3),
         ValueError,
@@ -211,7 +235,11 @@ CASES = {
         TypeError,
         f"softmax: mask must have dtype torch.bool (True = keep) or {FLOATS}, got torch.int64",
     ),
-    "softmax-mask-type": (lambda: ak.softmax(X, mask=True), TypeError, "softmax: mask must be a torch.Tensor, got bool"),
+    "softmax-mask-type": (
+        lambda: ak.softmax(X, mask=True),
+        TypeError,
+        "softmax: mask must be a torch.Tensor, got bool",
+    ),
     "softmax-causal-dim": (
         lambda: ak.softmax(X, 0, causal=True),
         ValueError,
@@ -268,7 +296,11 @@ CASES = {
         "rms_norm: residual must have dtype torch.float64 exactly where input has, "
         "got torch.float64 with an input of torch.float32",
     ),
-    "layer_norm-eps": (lambda: ak.layer_norm(X, 8, eps=-1e-5), ValueError, "layer_norm: eps must be at least 0, got -1e-05"),
+    "layer_norm-eps": (
+        lambda: ak.layer_norm(X, 8, eps=-1e-5),
+        ValueError,
+        "layer_norm: eps must be at least 0, got -1e-05",
+    ),
     "rms_norm-eps-nan": (
         lambda: ak.rms_norm(X, 8, eps=float("nan")),
         ValueError,
@@ -361,7 +393,7 @@ def test_operators_were_found():
 def test_mixed_float64_is_refused_under_autocast_too():
     with (
         torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(TypeError, match="input's dtype torch.float64 outside autocast .*, got torch.float32"),
+        pytest.raises(TypeError, match=r"input's dtype torch.float64 outside autocast .*, got torch.float32"),
     ):
         ak.linear(X.double(), W)
 

@@ -231,7 +231,7 @@ def test_weight_offset_starts_at_scale_one():
     module = ak.FusedRMSNorm(8, weight_offset=1.0)
     assert torch.equal(module.weight, torch.zeros(8))
     torch.testing.assert_close(module(X), nn.RMSNorm(8)(X))
-    with pytest.raises(ValueError, match="FusedRMSNorm: weight_offset must be 0 without a weight, got 1.0"):
+    with pytest.raises(ValueError, match=r"FusedRMSNorm: weight_offset must be 0 without a weight, got 1.0"):
         ak.FusedRMSNorm(8, elementwise_affine=False, weight_offset=1.0)
 
 
@@ -252,5 +252,5 @@ def test_norm_in_the_autocast_dtype(make, device):
 
 @pytest.mark.parametrize("make", [ak.FusedLayerNorm, ak.FusedRMSNorm, lambda n, **kw: ak.FusedSoftmax(**kw)])
 def test_a_bad_out_dtype_is_refused_when_the_module_is_made(make):
-    with pytest.raises(TypeError, match="out_dtype must be .*, got torch.int32"):
+    with pytest.raises(TypeError, match=r"out_dtype must be .*, got torch.int32"):
         make(8, out_dtype=torch.int32)
