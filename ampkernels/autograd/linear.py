@@ -95,7 +95,7 @@ def _linear_function_backward(ctx: Any, dy: Tensor) -> Grads:
             ctx.dtypes[2] if need_bias else None,
         )
         dpre = new_dpre if fresh else dpre
-    return _matrix_grads(ctx, dy, dpre) + (dbias if need_bias else None, None, None, None, None, None)
+    return (*_matrix_grads(ctx, dy, dpre), dbias if need_bias else None, None, None, None, None, None)
 
 
 def _gated_function_forward(
@@ -126,7 +126,7 @@ def _gated_function_backward(ctx: Any, dy: Tensor) -> Grads:
         dtype if need_input or need_weight else None,
         ctx.dtypes[2] if need_bias else None,
     )
-    return _matrix_grads(ctx, dy, dpre) + (dbias if need_bias else None, None, None, None, None, None)
+    return (*_matrix_grads(ctx, dy, dpre), dbias if need_bias else None, None, None, None, None, None)
 
 
 def _matrix_grads(ctx: Any, dy: Tensor, dpre: Tensor) -> Grads:
