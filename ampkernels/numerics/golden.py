@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,9 +132,11 @@ def _sweep(activation: str, dtype: torch.dtype) -> Case:
         stride = torch.arange(2**16, dtype=torch.int64) * 65521 - 2**31
         bias = stride.to(torch.int32).view(torch.float32).to(device)
         zero, zeros = torch.zeros(1, 16, dtype=dtype, device=device), torch.zeros(2**16, 16, dtype=dtype, device=device)
-        options = {"activation": activation, "accumulate": "fp32/128", "out_dtype": torch.float32}
         assert x.grad is not None
-        return {"y": y[:, :1], "dx": x.grad[:, :1], "fp32": functional.linear(zero, zeros, bias, **options)}
+        swept = functional.linear(
+            zero, zeros, bias, activation=activation, accumulate="fp32/128", out_dtype=torch.float32
+        )
+        return {"y": y[:, :1], "dx": x.grad[:, :1], "fp32": swept}
 
     return Case(f"activation {_name(dtype)} {activation}", run, frozenset({"y", "dx", "fp32"}))
 
@@ -209,13 +212,11 @@ def write(device: str, path: Path) -> int:
     return 0
 
 
-def differences(device: str, content: dict[str, object]) -> tuple[list[str], int]:
+def differences(device: str, content: dict[str, Any]) -> tuple[list[str], int]:
     """The outputs whose digests are not those of the file (or that it does not have), and how many were compared."""
     here = machine(device)
     same_gpu = here["capability"] is not None and here["capability"] == content["capability"]
-    expected: dict[str, str] = dict(content["any_device"])  # type: ignore[call-overload]
-    if same_gpu:
-        expected |= content["this_gpu"]  # type: ignore[operator]
+    expected = {**content["any_device"], **(content["this_gpu"] if same_gpu else {})}
     found = compute(device, any_device=not same_gpu)
     return [name for name in found if found[name] != expected.get(name)], len(found)
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import functional, reference
+from .._ops import ACTIVATIONS
 from ..accumulate import Accumulate
 from .bounds import forward_bound
 from .data import KINDS, generate
@@ -205,9 +206,10 @@ def plot(lines: Sequence[Line], title: str, path: Path) -> None:
         color, marker = f"C{i % 10}", "osv^D<>pXh"[i % 10]
         k = [p[0] for p in points]
         axes.plot(k, [max(p[1], 1e-9) for p in points], marker=marker, color=color, label=way)
-        if points[0][2] is not None:
-            axes.plot(k, [p[2] for p in points], color=color, linestyle="--", linewidth=0.8)
-    axes.set(xscale="log", yscale="log", xlabel="K", ylabel="relative L2 error against float64", title=title)
+        bounds = [p[2] for p in points if p[2] is not None]
+        if bounds:
+            axes.plot(k, bounds, color=color, linestyle="--", linewidth=0.8)
+    axes.set(yscale="log", xlabel="K", ylabel="relative L2 error against float64", title=title)
     axes.set_xscale("log", base=2)
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(fontsize="small")
@@ -221,7 +223,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--k", type=int, nargs="+", default=[4096], help="lengths of the reduction")
     parser.add_argument("--data", choices=[kind for kind in KINDS if kind != "special"], default="normal")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
-    parser.add_argument("--activation", choices=[a for a in functional._ops.ACTIVATIONS if a], default=None)
+    parser.add_argument("--activation", choices=[a for a in ACTIVATIONS if a], default=None)
     parser.add_argument("--accumulate", nargs="+", default=list(POLICIES), help="policies")
     parser.add_argument("--arch", choices=["sm90", "sm80"], default="sm90", help="of the emulation")
     parser.add_argument("--rows", type=int, default=64)
