@@ -74,8 +74,9 @@ def rotation(names: Sequence[str], round_index: int) -> list[str]:
     return order if (round_index // len(names)) % 2 == 0 else order[::-1]
 
 
-def make_timer(device: torch.device, budget: Budget) -> CudaTimer | WallTimer:
-    return CudaTimer(device, budget) if device.type == "cuda" else WallTimer(budget)
+def make_timer(device: torch.device, budget: Budget, capture: bool = True) -> CudaTimer | WallTimer:
+    """The timer of a device; `capture=False` times plain calls by events (whole models: an optimizer step, say)."""
+    return CudaTimer(device, budget, capture) if device.type == "cuda" else WallTimer(budget)
 
 
 class WallTimer:
@@ -156,9 +157,10 @@ class CudaTimer:
     SAMPLE_S = 5e-4  # a replay is at least this long, so that the gap around it is below half a per cent
     MAX_CALLS = 1024  # in one graph
 
-    def __init__(self, device: torch.device, budget: Budget) -> None:
+    def __init__(self, device: torch.device, budget: Budget, capture: bool = True) -> None:
         self.device = device
         self.budget = budget
+        self.capture = capture
         self.stream = torch.cuda.Stream(device)
 
     def run(self, candidates: Mapping[str, Calls]) -> dict[str, Timing | Exception]:
@@ -236,15 +238,17 @@ class CudaTimer:
         loop = _Loop(calls)
         loop.issue(max(len(calls), 4))  # compilers, handles, workspaces; and forwards of backwards, once for every set
         torch.cuda.synchronize(self.device)
-        try:
-            return self._capture(loop)
-        except Exception as error:
-            torch.cuda.synchronize(self.device)
-            seconds = self._synchronised(loop, 3) / 3
-            count = min(self.MAX_CALLS, max(len(calls), math.ceil(self.SAMPLE_S / max(seconds, 1e-7))))
-            reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
-            note = f"not captured ({reason}); events around calls"
-            return _Prepared(lambda: loop.issue(count), count, "events", loop, note)
+        note = ""
+        if self.capture:
+            try:
+                return self._capture(loop)
+            except Exception as error:
+                torch.cuda.synchronize(self.device)
+                reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
+                note = f"not captured ({reason}); events around calls"
+        seconds = self._synchronised(loop, 3) / 3
+        count = min(self.MAX_CALLS, max(len(calls), math.ceil(self.SAMPLE_S / max(seconds, 1e-7))))
+        return _Prepared(lambda: loop.issue(count), count, "events", loop, note)
 
     def _capture(self, loop: _Loop) -> _Prepared:
         count = max(len(loop.calls), 8)
