@@ -65,7 +65,7 @@ STABLE_TORCH_LIBRARY(ampkernels, m) {
 }
 
 // `import ampkernels._C` runs the registrations above; the module itself is empty.
-extern "C" PyObject* PyInit__C(void) {
+PyMODINIT_FUNC PyInit__C(void) {
   static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&module);
 }

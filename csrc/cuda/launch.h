@@ -1,5 +1,5 @@
-// The launchers of the CUDA kernels: torch-free, params struct and stream in, Status out. Each checks the launch's error.
-// Nothing here allocates or synchronises; scratch memory comes from the caller, sized by *_workspace_bytes.
+// The launchers of the CUDA kernels: torch-free, params struct and stream in, Status out. Each checks the launch's
+// error. Nothing here allocates or synchronises; scratch memory comes from the caller, sized by *_workspace_bytes.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,0 +1,263 @@
+// LayerNorm and RMSNorm, forward and backward. A row is read from memory once: its sum while it is widened into an
+// L1-resident buffer, then the sums of (s - mean) and of its square, then the normalisation.
+// Statistics are exact two-pass. The mean's own rounding is carried along as the sum of s - mean, so that rows whose mean
+// is far larger than their deviation lose nothing; rows whose squares overflow or vanish are scaled by a power of two.
+// Rounding points: s = x + residual, s - mean, h = (s - mean) * rstd (one fma), h * weight + bias (one fma), all in the
+// compute type; per-row scalars in fp64; then once to the output's dtype.
+#pragma once
+
+#include "rows.h"
+
+namespace ampkernels::cpu::AMPKERNELS_ISA {
+
+// Of a row in its buffer, which holds the row times `scale`, a power of two and 1 almost always. The buffer's mean is
+// center + correction: together they hold more than one number of the compute type could.
+template <typename C>
+struct RowStatistics {
+  C center;
+  double correction;
+  double rstd;
+  double scale;
+};
+
+// The first sum of a row, taken while it is loaded: of s for layer_norm, of s^2 for rms_norm.
+template <bool kRms, typename V>
+AK_SIMD V first_term(V v, V sum) {
+  if constexpr (kRms) {
+    return fma(v, v, sum);
+  } else {
+    return sum + v;
+  }
+}
+
+// Multiplies the row by the power of two that brings its largest magnitude into [0.5, 1); returns 1, and does nothing, if
+// that is 0 or infinite.
+template <typename C>
+double scale_row(C* s, int64_t n) {
+  const Vec<C> zero = splat(C(0));
+  const C largest = reduce_max<C>(n, [&](int64_t i, auto step) AK_LAMBDA {
+    const Vec<C> v = load<C>(s + i, step);
+    return vmax(v, zero - v);
+  });
+  if (!(largest > C(0)) || largest - largest != C(0)) return 1;
+  int exponent;
+  __builtin_frexp(double(largest), &exponent);
+  // Two factors: 2^-exponent itself may not fit the compute type.
+  const Vec<C> first = splat(C(__builtin_ldexp(1.0, -exponent / 2)));
+  const Vec<C> second = splat(C(__builtin_ldexp(1.0, -exponent - -exponent / 2)));
+  for_lanes(n, [&](int64_t i, auto step) AK_LAMBDA { store(s + i, load<C>(s + i, step) * first * second, step); });
+  return __builtin_ldexp(1.0, -exponent);
+}
+
+// Of the row in the buffer `s`, with `sum` its sum of first_term. If the squares overflow or vanish, the row is scaled, in
+// place, and everything is taken again.
+template <typename C, bool kRms>
+RowStatistics<C> row_statistics(C* s, double sum, int64_t n, double eps) {
+  constexpr double kTiny = sizeof(C) == 4 ? 0x1p-90 : 0x1p-960;
+  double scale = 1;
+  for (bool scaled = false;; scaled = true) {
+    C center = C(0);
+    double correction = 0, variance;
+    if constexpr (kRms) {
+      variance = sum / double(n);
+    } else {
+      center = C(sum / double(n));
+      const Vec<C> vcenter = splat(center);
+      const Totals t = reduce<C, 2>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
+        const Vec<C> d = keep(load<C>(s + i, step) - vcenter, step, splat(C(0)));
+        t.a = t.a + d;
+        t.b = fma(d, d, t.b);
+      });
+      correction = t.a / double(n);
+      variance = t.b / double(n) - correction * correction;
+      if (variance < 0) variance = 0;
+    }
+    const double total = variance + eps * scale * scale;
+    const bool in_range = total - total == 0 && total >= kTiny;
+    if (!in_range && !scaled) scale = scale_row(s, n);
+    if (in_range || scaled || scale == 1) return {center, correction, 1.0 / __builtin_sqrt(total), scale};
+    sum = reduce<C, 1>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
+            t.a = first_term<kRms>(load<C>(s + i, step), t.a);
+          }).a;
+  }
+}
+
+template <typename T, bool kRms>
+void norm_fwd_typed(const NormFwdParams& p, int64_t begin, int64_t end) {
+  using C = compute_t<T>;
+  const int64_t n = p.cols;
+  RowReader<T> x_rows(p.x, n, begin, end);
+  RowReader<T> residual_rows(p.residual, n, begin, end);
+  RowWriter<T> y_rows(p.y, n, begin, end);
+  RowWriter<T> sum_rows(p.sum, n, begin, end);
+  Scratch s_scratch, weight_scratch, bias_scratch;
+  C* s = s_scratch.allocate<C>(n + kLanes);
+  const C* weight = load_vector<C>(weight_scratch, p.weight, n, p.weight.data != nullptr ? p.weight_offset : 0, 1);
+  const C* bias = load_vector<C>(bias_scratch, p.bias, n, 0, -0.0);  // h * weight + -0 is h * weight, zeros' signs too
+
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = x_rows.row();
+    double sum;
+    if (p.residual.data == nullptr) {
+      sum = reduce<C, 1>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
+              const Vec<C> v = load<C>(x + i, step);
+              store(s + i, v, step);
+              t.a = first_term<kRms>(v, t.a);
+            }).a;
+    } else {
+      const T* residual = residual_rows.row();
+      sum = reduce<C, 1>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
+              const Vec<C> v = load<C>(x + i, step) + load<C>(residual + i, step);
+              store(s + i, v, step);
+              t.a = first_term<kRms>(v, t.a);
+            }).a;
+    }
+    if (p.sum.data != nullptr) {
+      convert_row(sum_rows.row(), static_cast<const C*>(s), n);
+      sum_rows.done();
+    }
+
+    const RowStatistics<C> stats = row_statistics<C, kRms>(s, sum, n, p.eps);
+    if (p.mean != nullptr) static_cast<C*>(p.mean)[row] = C((double(stats.center) + stats.correction) / stats.scale);
+    if (p.rstd != nullptr) static_cast<C*>(p.rstd)[row] = C(stats.rstd * stats.scale);
+
+    T* y = y_rows.row();
+    const Vec<C> rstd = splat(C(stats.rstd));
+    if constexpr (kRms) {
+      for_lanes(n, [&](int64_t i, auto step) AK_LAMBDA {
+        store(y + i, load<C>(s + i, step) * rstd * load<C>(weight + i, step), step);
+      });
+    } else {
+      const Vec<C> center = splat(stats.center);
+      const Vec<C> shift = splat(C(-stats.correction * stats.rstd));
+      for_lanes(n, [&](int64_t i, auto step) AK_LAMBDA {
+        const Vec<C> h = fma(load<C>(s + i, step) - center, rstd, shift);
+        store(y + i, fma(h, load<C>(weight + i, step), load<C>(bias + i, step)), step);
+      });
+    }
+    y_rows.done();
+  }
+}
+
+void norm_fwd_rows(const NormFwdParams& p, int64_t begin, int64_t end) {
+  const DType dtype = p.x.dtype;
+  const bool uniform = p.y.dtype == dtype && (p.residual.data == nullptr || p.residual.dtype == dtype) &&
+                       (p.sum.data == nullptr || p.sum.dtype == dtype);
+  with_row_type(dtype == DType::kFloat64, dtype, uniform, [&]<typename T>() {
+    if (p.rms) {
+      norm_fwd_typed<T, true>(p, begin, end);
+    } else {
+      norm_fwd_typed<T, false>(p, begin, end);
+    }
+  });
+}
+
+// ------------------------------------------------------------------------------------------------------------ backward
+
+inline bool norm_bwd_sums(const NormBwdParams& p) { return p.dweight.data != nullptr || p.dbias.data != nullptr; }
+
+// One block of rows. A row of s and dy is read from memory once; the second pass finds it in the cache. The block's column
+// sums of dy * h and of dy are in partials[0, cols) and [cols, 2 cols).
+template <typename T, bool kRms>
+void norm_bwd_typed(const NormBwdParams& p, int64_t block) {
+  using C = compute_t<T>;
+  const int64_t n = p.cols;
+  const int64_t begin = block * sum_block_rows(p.rows);
+  const int64_t end = p.rows - begin < sum_block_rows(p.rows) ? p.rows : begin + sum_block_rows(p.rows);
+  RowReader<T> s_rows(p.s, n, begin, end);
+  RowReader<T> dy_rows(p.dy, n, begin, end);
+  RowReader<T> dsum_rows(p.dsum, n, begin, end);
+  RowWriter<T> dx_rows(p.dx, n, begin, end);
+  Scratch weight_scratch;
+  const C* weight = load_vector<C>(weight_scratch, p.weight, n, p.weight.data != nullptr ? p.weight_offset : 0, 1);
+  C* dweight = nullptr;
+  if (norm_bwd_sums(p)) {
+    dweight = static_cast<C*>(p.workspace) + block * 2 * n;
+    for (int64_t i = 0; i < 2 * n; ++i) dweight[i] = C(0);
+  }
+  C* dbias = dweight + n;
+
+  for (int64_t row = begin; row < end; ++row) {
+    const T* s = s_rows.row();
+    const T* dy = dy_rows.row();
+    const T* dsum = p.dsum.data != nullptr ? dsum_rows.row() : nullptr;
+    T* dx = p.dx.data != nullptr ? dx_rows.row() : nullptr;
+    const Vec<C> rstd = splat(static_cast<const C*>(p.rstd)[row]);
+    Vec<C> center = splat(C(0));
+    if constexpr (!kRms) center = splat(static_cast<const C*>(p.mean)[row]);
+
+    // The sums of h, g and g * h. h's own mean is what the saved mean's rounding left; it is taken off.
+    double mean_h = 0, mean_g = 0, mean_gh = 0;
+    if constexpr (kRms) {
+      mean_gh = reduce<C, 1>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
+                  const Vec<C> h = load<C>(s + i, step) * rstd;
+                  const Vec<C> g = load<C>(dy + i, step) * load<C>(weight + i, step);
+                  t.a = fma(g, h, t.a);
+                }).a / double(n);
+    } else {
+      const Totals t = reduce<C, 3>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
+        const Vec<C> h = keep((load<C>(s + i, step) - center) * rstd, step, splat(C(0)));
+        const Vec<C> g = load<C>(dy + i, step) * load<C>(weight + i, step);
+        t.a = t.a + h;
+        t.b = t.b + g;
+        t.c = fma(g, h, t.c);
+      });
+      mean_h = t.a / double(n);
+      mean_g = t.b / double(n);
+      mean_gh = t.c / double(n) - mean_h * mean_g;
+    }
+
+    const Vec<C> shift = splat(C(-mean_h)), vmean_g = splat(C(mean_g)), vmean_gh_negated = splat(C(-mean_gh));
+    for_lanes(n, [&](int64_t i, auto step) AK_LAMBDA {
+      const Vec<C> dy_i = load<C>(dy + i, step);
+      Vec<C> h;
+      if constexpr (kRms) {
+        h = load<C>(s + i, step) * rstd;
+      } else {
+        h = fma(load<C>(s + i, step) - center, rstd, shift);
+      }
+      if (dweight != nullptr) {
+        store(dweight + i, fma(dy_i, h, load<C>(dweight + i, step)), step);
+        if constexpr (!kRms) store(dbias + i, dy_i + load<C>(dbias + i, step), step);
+      }
+      if (dx != nullptr) {
+        Vec<C> g = dy_i * load<C>(weight + i, step);
+        if constexpr (!kRms) g = g - vmean_g;
+        g = fma(h, vmean_gh_negated, g);
+        if (dsum != nullptr) {
+          store(dx + i, fma(g, rstd, load<C>(dsum + i, step)), step);
+        } else {
+          store(dx + i, g * rstd, step);
+        }
+      }
+    });
+    if (dx != nullptr) dx_rows.done();
+  }
+}
+
+void norm_bwd_block(const NormBwdParams& p, int64_t block) {
+  const DType dtype = p.s.dtype;
+  const bool uniform = p.dy.dtype == dtype && (p.dsum.data == nullptr || p.dsum.dtype == dtype) &&
+                       (p.dx.data == nullptr || p.dx.dtype == dtype);
+  with_row_type(dtype == DType::kFloat64, dtype, uniform, [&]<typename T>() {
+    if (p.rms) {
+      norm_bwd_typed<T, true>(p, block);
+    } else {
+      norm_bwd_typed<T, false>(p, block);
+    }
+  });
+}
+
+void norm_bwd_columns(const NormBwdParams& p, int64_t begin, int64_t end) {
+  const auto add = [&]<typename C>(const C* partials) {
+    if (p.dweight.data != nullptr) add_partials(partials, sum_blocks(p.rows), 2 * p.cols, p.dweight, begin, end);
+    if (p.dbias.data != nullptr) add_partials(partials + p.cols, sum_blocks(p.rows), 2 * p.cols, p.dbias, begin, end);
+  };
+  if (p.s.dtype == DType::kFloat64) {
+    add(static_cast<const double*>(p.workspace));
+  } else {
+    add(static_cast<const float*>(p.workspace));
+  }
+}
+
+}  // namespace ampkernels::cpu::AMPKERNELS_ISA

@@ -1,0 +1,153 @@
+// Softmax and log-softmax, forward and backward. A row is read from memory once and written once; between, it stays in
+// the L1 or L2 cache: the largest logit, then exp(x - max) and its sum, then the normalisation.
+// Rounding points: scale * x + mask (one fma), minus the largest (for an unmasked row one fma with the scale), exp, the
+// sum (reduce), the product with 1 / sum; then once to the output's dtype.
+#pragma once
+
+#include "rows.h"
+
+namespace ampkernels::cpu::AMPKERNELS_ISA {
+
+template <typename T, typename C>
+void fill_row(T* y, int64_t begin, int64_t end, C value) {
+  const T v = round_to<T>(value);
+  for (int64_t i = begin; i < end; ++i) y[i] = v;
+}
+
+// y = softmax(scale * x) over n columns, or its logarithm. e: scratch of n.
+template <typename C, typename X, typename Y>
+void softmax_row(const X* x, C scale, bool log, bool masked, C* e, Y* y, int64_t n) {
+  const Vec<C> vscale = splat(scale);
+  const C max = reduce_max<C>(n, [&](int64_t i, auto step) AK_LAMBDA { return load<C>(x + i, step) * vscale; });
+  if (masked && max == C(-INFINITY)) {  // nothing kept, unless what is kept is NaN
+    bool nan = false;
+    for (int64_t i = 0; i < n; ++i) {
+      const C v = ampkernels::widen(x[i]);
+      nan |= v != v;
+    }
+    return fill_row(y, 0, n, nan ? C(NAN) : log ? C(-INFINITY) : C(0));
+  }
+  const Vec<C> vmax_negated = splat(-max);
+  if (log) {
+    const double sum = reduce<C, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA {
+                         const Vec<C> t = fma(load<C>(x + i, step), vscale, vmax_negated);
+                         s.a = s.a + keep(exp_lanes(t), step, splat(C(0)));
+                       }).a;
+    const Vec<C> log_sum = splat(C(__builtin_log(sum)));
+    for_lanes(n, [&](int64_t i, auto step) AK_LAMBDA {
+      store(y + i, fma(load<C>(x + i, step), vscale, vmax_negated) - log_sum, step);
+    });
+  } else {
+    const double sum = reduce<C, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA {
+                         const Vec<C> t = fma(load<C>(x + i, step), vscale, vmax_negated);
+                         const Vec<C> v = keep(exp_lanes(t), step, splat(C(0)));
+                         store(e + i, v, step);
+                         s.a = s.a + v;
+                       }).a;
+    const Vec<C> inverse = splat(C(1.0 / sum));
+    for_lanes(n, [&](int64_t i, auto step) AK_LAMBDA { store(y + i, load<C>(e + i, step) * inverse, step); });
+  }
+}
+
+// Columns that a causal row keeps.
+AK_SIMD int64_t causal_columns(bool causal, int64_t row, int64_t q_len, int64_t cols) {
+  if (!causal) return cols;
+  const int64_t kept = row % q_len + 1;
+  return kept < cols ? kept : cols;
+}
+
+template <typename T>
+void softmax_fwd_typed(const SoftmaxFwdParams& p, int64_t begin, int64_t end) {
+  using C = compute_t<T>;
+  const bool masked = p.mask.data != nullptr;
+  const bool bool_mask = masked && p.mask.dtype == DType::kBool;
+  const bool additive = masked && !bool_mask;
+  RowsIn bool_rows, additive_rows;
+  if (bool_mask) bool_rows = p.mask;
+  if (additive) additive_rows = p.mask;
+  RowReader<T> x_rows(p.x, p.cols, begin, end);
+  RowReader<uint8_t> keep_rows(bool_rows, p.cols, begin, end);
+  RowReader<C> add_rows(additive_rows, p.cols, begin, end);
+  RowWriter<T> y_rows(p.y, p.cols, begin, end);
+  Scratch scratch;
+  C* e = scratch.allocate<C>(p.cols + kLanes);
+  const C scale = C(p.scale);
+  const Vec<C> vscale = splat(scale);
+
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = x_rows.row();
+    T* y = y_rows.row();
+    const int64_t n = causal_columns(p.causal, row, p.q_len, p.cols);
+    if (!masked) {
+      softmax_row(x, scale, p.log, false, e, y, n);
+    } else {
+      if (bool_mask) {
+        const uint8_t* keeps = keep_rows.row();
+        for_lanes(n, [&](int64_t i, auto step) AK_LAMBDA { store(e + i, load<C>(x + i, step) * vscale, step); });
+        for (int64_t i = 0; i < n; ++i) e[i] = keeps[i] ? e[i] : C(-INFINITY);
+      } else {
+        const C* add = add_rows.row();
+        for_lanes(n, [&](int64_t i, auto step) AK_LAMBDA {
+          store(e + i, fma(load<C>(x + i, step), vscale, load<C>(add + i, step)), step);
+        });
+      }
+      softmax_row(static_cast<const C*>(e), C(1), p.log, true, e, y, n);
+    }
+    if (n < p.cols) fill_row(y, n, p.cols, p.log ? C(-INFINITY) : C(0));
+    y_rows.done();
+  }
+}
+
+void softmax_fwd_rows(const SoftmaxFwdParams& p, int64_t begin, int64_t end) {
+  with_row_type(p.x.dtype == DType::kFloat64, p.x.dtype, p.x.dtype == p.y.dtype,
+                [&]<typename T>() { softmax_fwd_typed<T>(p, begin, end); });
+}
+
+template <typename C, typename T>
+void softmax_bwd_row(const T* y, const T* dy, C scale, bool log, T* dx, int64_t n) {
+  const Vec<C> vscale = splat(scale);
+  if (log) {
+    const double sum = reduce<C, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA {
+                         s.a = s.a + load<C>(dy + i, step);
+                       }).a;
+    const Vec<C> negated = splat(C(-sum));
+    for_lanes(n, [&](int64_t i, auto step) AK_LAMBDA {
+      const Vec<C> v = fma(exp_lanes(load<C>(y + i, step)), negated, load<C>(dy + i, step));
+      store(dx + i, v * vscale, step);
+    });
+  } else {
+    const double dot = reduce<C, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA {
+                         s.a = fma(load<C>(y + i, step), load<C>(dy + i, step), s.a);
+                       }).a;
+    const Vec<C> vdot = splat(C(dot));
+    for_lanes(n, [&](int64_t i, auto step) AK_LAMBDA {
+      const Vec<C> v = load<C>(y + i, step) * (load<C>(dy + i, step) - vdot);
+      store(dx + i, v * vscale, step);
+    });
+  }
+}
+
+template <typename T>
+void softmax_bwd_typed(const SoftmaxBwdParams& p, int64_t begin, int64_t end) {
+  using C = compute_t<T>;
+  RowReader<T> y_rows(p.y, p.cols, begin, end);
+  RowReader<T> dy_rows(p.dy, p.cols, begin, end);
+  RowWriter<T> dx_rows(p.dx, p.cols, begin, end);
+  for (int64_t row = begin; row < end; ++row) {
+    const T* y = y_rows.row();
+    const T* dy = dy_rows.row();
+    T* dx = dx_rows.row();
+    const int64_t n = causal_columns(p.causal, row, p.q_len, p.cols);
+    softmax_bwd_row(y, dy, C(p.scale), p.log, dx, n);
+    fill_row(dx, n, p.cols, C(0));
+    dx_rows.done();
+  }
+}
+
+void softmax_bwd_rows(const SoftmaxBwdParams& p, int64_t begin, int64_t end) {
+  const bool fp64 = p.y.dtype == DType::kFloat64 || p.dy.dtype == DType::kFloat64;
+  with_row_type(fp64, p.y.dtype, p.y.dtype == p.dy.dtype && p.y.dtype == p.dx.dtype,
+                [&]<typename T>() { softmax_bwd_typed<T>(p, begin, end); });
+}
+
+}  // namespace ampkernels::cpu::AMPKERNELS_ISA
