@@ -110,8 +110,10 @@ def norm_grad_bounds(
     """Bounds of dinput, dweight, dbias, from the exact s that forward normalised; `saved_dtype` is what s was kept in."""
     s, dy = s.detach().double(), dy.double()
     n = math.prod(s.shape[d] for d in dims)
+    if s.dim() == len(dims):  # one row
+        s, dy = s[None], dy[None]
     rows = tuple(range(s.dim() - len(dims)))
-    m = math.prod(s.shape[d] for d in rows) if rows else 1
+    m = math.prod(s.shape[d] for d in rows)
     u = UNIT_ROUNDOFF[compute_dtype(dtype)]
     mean = torch.zeros_like(s[..., :1]) if rms else s.mean(dims, keepdim=True)
     size = s.abs().mean(dims, keepdim=True)
