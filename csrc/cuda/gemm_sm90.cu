@@ -137,8 +137,11 @@ Problem classify(const GemmParams& p) {
 }
 
 Kernel90 find(const GemmParams& p, const Problem& q, TileSm90 tile) {
-  const auto find_dtype = p.dtype == DType::kBFloat16 ? find_bf16 : find_fp16;
-  return find_dtype(q.a == Major::kMn, q.b == Major::kMn, p.kind, tile, q.chain);
+  const bool bf16 = p.dtype == DType::kBFloat16, mn_a = q.a == Major::kMn, mn_b = q.b == Major::kMn;
+  if (q.chain == Chain::kFp16) return bf16 ? Kernel90{} : find_fp16_half(mn_a, mn_b, p.kind, tile);
+  if (q.chain == Chain::kFp32Chunked) return (bf16 ? find_bf16_chunked : find_fp16_chunked)(mn_a, mn_b, p.kind, tile);
+  if (p.kind == EpilogueKind::kLinear) return (bf16 ? find_bf16_linear : find_fp16_linear)(mn_a, mn_b, tile);
+  return (bf16 ? find_bf16_fused : find_fp16_fused)(mn_a, mn_b, p.kind, tile);
 }
 
 int device_of_this_thread() {

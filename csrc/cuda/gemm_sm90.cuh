@@ -35,7 +35,7 @@ inline constexpr int kTurnBlocks = 2;
 inline constexpr int kMaxSmem = 232448;
 
 template <typename T_, bool kMnMajorA_, bool kMnMajorB_, EpilogueKind kKind_, int kBlockM_, int kBlockN_,
-          Schedule kSchedule_, Chain kChain_, bool kTurns_ = kChain_ != Chain::kFp32>
+          Schedule kSchedule_, Chain kChain_, bool kTurns_ = true>
 struct Config {
   using T = T_;
   static constexpr bool kMnMajorA = kMnMajorA_, kMnMajorB = kMnMajorB_;
@@ -50,14 +50,14 @@ struct Config {
   static constexpr int kAccumulators = kBlockN / 2;      // per thread and fragment
   static constexpr int kOutN = kGated ? kBlockN / 2 : kBlockN;
 
-  // A strip of 64 columns needs 32 registers beside the accumulators, which only 128 of those leave room for.
-  static constexpr int kStrip = kKind == EpilogueKind::kLinear && kFragments * kAccumulators <= 128 && kChain == Chain::kFp32 ? 64 : 32;
+  // As wide a strip as the registers beside the accumulators (and the part of a chunk) can hold.
+  static constexpr bool kLean = kFragments * kAccumulators > 128 || kChain != Chain::kFp32;
+  static constexpr int kStrip = kKind == EpilogueKind::kLinear ? (kLean ? 32 : 64) : (kLean ? 16 : 32);
   // Cooperative warpgroups take turns of kTurnBlocks at the tensor cores, so that they do not finish together and one's
   // promotion or epilogue runs under the other's products.
   static constexpr bool kTurns = !kPingpong && kTurns_;
-  static constexpr bool kTight = kFragments * kAccumulators > 128 || kChain != Chain::kFp32;
-  static constexpr int kProducerRegisters = kTight ? 24 : 40;
-  static constexpr int kConsumerRegisters = kTight ? 240 : 232;
+    static constexpr int kProducerRegisters = kLean ? 24 : 40;
+  static constexpr int kConsumerRegisters = kLean ? 240 : 232;
   static constexpr int kStripsPerFragment = kOutN / kStrip;
   static constexpr int kStrips = kFragments * kStripsPerFragment;
   static constexpr int kBuffers = kStrip == 64 ? 2 : 3;  // per warpgroup
@@ -73,7 +73,9 @@ struct Config {
   static constexpr int kOffsetEpilogue = kStages * kStageBytes;
   static constexpr int kOffsetBias = kOffsetEpilogue + kEpilogueBytes;
   static constexpr int kOffsetBarriers = kOffsetBias + kBias;
-  static constexpr int kSmemBytes = kOffsetBarriers + (2 * kStages + kConsumers) * 8;
+  static constexpr int kOffsetFull = kOffsetBarriers, kOffsetEmpty = kOffsetFull + kStages * 8;
+  static constexpr int kOffsetOrder = kOffsetEmpty + kStages * 8;
+  static constexpr int kSmemBytes = kOffsetOrder + kConsumers * 8;
 
   static_assert(kStages >= 3 && kSmemBytes <= kMaxSmem);
   static_assert(kBlockM % 64 == 0 && kBlockN % 64 == 0 && kOutN % kStrip == 0);
@@ -130,6 +132,15 @@ __device__ __forceinline__ void widen_pair(uint32_t pair, float& low, float& hig
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
+// A CTA's walk through the items: its place in its cluster, its first item, and the distance to the next.
+struct Walk {
+  int rank, first, step;
+};
+__device__ __forceinline__ Walk walk_of(const Schedule90& s) {
+  if (s.share == Share::kNone) return {0, int(blockIdx.x), int(gridDim.x)};
+  return {int(ptx::cluster_rank()), int(blockIdx.x / 2), int(gridDim.x / 2)};
+}
+
 // Loads an operand's tile of kRows rows, 64 k from k on: the first half from `row`, the second from `second_row` (which
 // lies elsewhere where the halves are gate and up). If the cluster shares the operand, each CTA loads every other box,
 // into both. kRows x 128 bytes in either major.
@@ -151,9 +162,9 @@ __device__ __forceinline__ void load_tile(const CUtensorMap* map, uint32_t smem,
 }
 
 template <class C>
-__device__ __forceinline__ void produce(const Args90& args, uint32_t smem, uint32_t full, uint32_t empty, int rank, int first,
-                                        int step) {
+__device__ __forceinline__ void produce(const Args90& args, uint32_t smem) {
   const Schedule90& s = args.schedule;
+  const auto [rank, first, step] = walk_of(s);
   int stage = 0;
   uint32_t phase = 1;  // a fresh barrier counts as "the phase before the first has ended"
   for (int work = first; work < s.items; work += step) {
@@ -163,8 +174,8 @@ __device__ __forceinline__ void produce(const Args90& args, uint32_t smem, uint3
     const int k_begin = tile.split * s.blocks_per_split * kBlockK;
     const int blocks = blocks_of(s, tile.split);
     for (int kb = 0; kb < blocks; ++kb) {
-      ptx::mbarrier_wait(empty + stage * 8, phase);
-      const uint32_t bar = full + stage * 8;
+      ptx::mbarrier_wait(smem + C::kOffsetEmpty + stage * 8, phase);
+      const uint32_t bar = smem + C::kOffsetFull + stage * 8;
       const uint32_t slot = smem + stage * C::kStageBytes;
       ptx::mbarrier_arrive_expect_tx(bar, C::kStageBytes);
       const int k = k_begin + kb * kBlockK;
@@ -181,7 +192,7 @@ __device__ __forceinline__ void produce(const Args90& args, uint32_t smem, uint3
 // The ring's position as a consumer sees it, and the release of a slot to the loaders that fill it.
 template <class C>
 struct Ring {
-  uint32_t smem, full, empty;
+  uint32_t smem;
   bool shared;
   int rank;
   int stage = 0;
@@ -202,8 +213,9 @@ struct Ring {
   __device__ __forceinline__ void release_held() {
     if (held < 0) return;
     if (threadIdx.x % 32 == 0) {
-      ptx::mbarrier_arrive(empty + held * 8);
-      if (shared) ptx::mbarrier_arrive_cluster(empty + held * 8, rank ^ 1);
+      const uint32_t empty = smem + C::kOffsetEmpty + held * 8;
+      ptx::mbarrier_arrive(empty);
+      if (shared) ptx::mbarrier_arrive_cluster(empty, rank ^ 1);
     }
     held = -1;
   }
@@ -243,23 +255,24 @@ __device__ __forceinline__ void multiply_slot(const Ring<C>& ring, int group, ui
 }
 
 // Whose turn it is at the tensor cores. A turn is waited for before its first product and handed on after its last.
+template <class C>
 struct Turns {
-  uint32_t order;  // two barriers
+  uint32_t smem;
   int group;
   uint32_t parity;  // warpgroup 0 goes first: a fresh barrier has "ended" the phase of parity 1
 
   __device__ __forceinline__ void take() {
-    ptx::mbarrier_wait(order + group * 8, parity);
+    ptx::mbarrier_wait(smem + C::kOffsetOrder + group * 8, parity);
     parity ^= 1;
   }
   __device__ __forceinline__ void hand_on() {
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(order + (group ^ 1) * 8);
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(smem + C::kOffsetOrder + (group ^ 1) * 8);
   }
 };
 
 // The products of blocks [0, blocks) of one chain, into `part`; the first one overwrites it. Returns with all of them done.
 template <class C, typename Part>
-__device__ __forceinline__ void multiply_chain(Ring<C>& ring, Turns& turns, int group, int blocks, Part& part) {
+__device__ __forceinline__ void multiply_chain(Ring<C>& ring, Turns<C>& turns, int group, int blocks, Part& part) {
   const auto fence_part = [](auto& r) {
     if constexpr (C::kChain == Chain::kFp16) {
       ptx::fence_registers(r);
@@ -270,7 +283,7 @@ __device__ __forceinline__ void multiply_chain(Ring<C>& ring, Turns& turns, int 
   };
   for (int kb = 0; kb < blocks; ++kb) {
     if (C::kTurns && kb % kTurnBlocks == 0) turns.take();
-    ptx::mbarrier_wait(ring.full + ring.stage * 8, ring.phase);
+    ptx::mbarrier_wait(ring.smem + C::kOffsetFull + ring.stage * 8, ring.phase);
     fence_part(part);
     ptx::wgmma_fence();
     multiply_slot<C>(ring, group, part, kb > 0);
@@ -289,7 +302,7 @@ __device__ __forceinline__ void multiply_chain(Ring<C>& ring, Turns& turns, int 
 
 // All products of one tile.
 template <class C>
-__device__ __forceinline__ void multiply(Ring<C>& ring, Turns& turns, int group, int blocks, int chunk_blocks,
+__device__ __forceinline__ void multiply(Ring<C>& ring, Turns<C>& turns, int group, int blocks, int chunk_blocks,
                                          Accumulators<C>& acc) {
   if constexpr (C::kChain == Chain::kFp32) {
     multiply_chain<C>(ring, turns, group, blocks, acc.sum);
@@ -324,11 +337,14 @@ struct Epilogue {
   static constexpr int kValues = C::kStrip / 2;  // per thread and strip: columns 8 j + 2 (lane % 4) + {0, 1}, rows lane / 4 + {0, 8}
 
   const Args90& args;
-  uint32_t buffers;
-  float* bias;  // the tile's, in fp32; gated: gate, then up
+  uint8_t* smem;
   int group;
   int next = 0;  // buffer
 
+  // The tile's bias, in fp32; gated: gate, then up.
+  __device__ __forceinline__ float* bias() const {
+    return reinterpret_cast<float*>(smem + C::kOffsetBias) + group * C::kBlockN;
+  }
   __device__ __forceinline__ bool leader() const { return threadIdx.x % kWarpgroup == 0; }
   __device__ __forceinline__ void sync() const { ptx::named_barrier_sync(1 + group, kWarpgroup); }
 
@@ -339,7 +355,7 @@ struct Epilogue {
       const bool up = C::kGated && i >= C::kBlockN / 2;
       const int col = col0 + i - (up ? C::kBlockN / 2 : 0);
       const int64_t at = (up ? args.n_out : 0) + col;
-      bias[i] = col < args.n_out ? load_as<float>(args.bias.data, args.bias.dtype, at * args.bias.stride) : 0.0f;
+      bias()[i] = col < args.n_out ? load_as<float>(args.bias.data, args.bias.dtype, at * args.bias.stride) : 0.0f;
     }
   }
 
@@ -347,7 +363,7 @@ struct Epilogue {
     if (args.bias.data == nullptr) return;
 #pragma unroll
     for (int j = 0; j < C::kStrip / 8; ++j) {
-      const float2 b = *reinterpret_cast<const float2*>(bias + first + 8 * j + 2 * (threadIdx.x % 4));
+      const float2 b = *reinterpret_cast<const float2*>(bias() + first + 8 * j + 2 * (threadIdx.x % 4));
       v[4 * j] += b.x;
       v[4 * j + 1] += b.y;
       v[4 * j + 2] += b.x;
@@ -369,13 +385,15 @@ struct Epilogue {
       store_pairs(out, pairs, row, col);
       return;
     }
-    const uint32_t buffer = buffers + next * C::kBufferBytes;
+    const uint32_t buffer =
+        ptx::smem_address(smem) + C::kOffsetEpilogue + (group * C::kBuffers + next) * C::kBufferBytes;
     const int lane = threadIdx.x % 32;
     const int r = threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
 #pragma unroll
     for (int q = 0; q < C::kStrip / 16; ++q) {
       const int chunk = 2 * q + lane / 16;
-      const int at = C::kStrip == 64 ? r * 128 + ((chunk ^ (r & 7)) << 4) : r * 64 + ((chunk ^ ((r >> 1) & 3)) << 4);
+      constexpr int kRowBytes = C::kStrip * 2, kChunks = kRowBytes / 16;  // the swizzle: 16-byte chunks by 128-byte lines
+      const int at = r * kRowBytes + ((chunk ^ (r * kRowBytes / 128 % kChunks)) << 4);
       ptx::stmatrix_x4(buffer + at, pairs[4 * q], pairs[4 * q + 1], pairs[4 * q + 2], pairs[4 * q + 3]);
     }
     ptx::fence_async_proxy();
@@ -550,14 +568,13 @@ struct Epilogue {
 };
 
 template <class C>
-__device__ __forceinline__ void consume(const Args90& args, uint8_t* smem, uint32_t full, uint32_t empty, uint32_t order,
-                                        int group, int rank, int first, int step) {
+__device__ __forceinline__ void consume(const Args90& args, uint8_t* smem, int group) {
   const Schedule90& s = args.schedule;
+  const auto [rank, first, step] = walk_of(s);
   const uint32_t base = ptx::smem_address(smem);
-  Ring<C> ring{base, full, empty, s.share != Share::kNone, rank};
-  Epilogue<C> epilogue{args, base + C::kOffsetEpilogue + group * C::kBuffers * C::kBufferBytes,
-                       reinterpret_cast<float*>(smem + C::kOffsetBias) + group * C::kBlockN, group};
-  Turns turns{order, group, group == 0 ? 1u : 0u};
+  Ring<C> ring{base, s.share != Share::kNone, rank};
+  Turns<C> turns{base, group, group == 0 ? 1u : 0u};
+  Epilogue<C> epilogue{args, smem, group};
 
   if (C::kPingpong && group == 1 && first < s.items) ring.skip(blocks_of(s, first / s.items_per_split));
   for (int work = C::kPingpong ? first + group * step : first; work < s.items;) {
@@ -587,21 +604,17 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_sm90_kernel(const __grid_con
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t smem[];
   const uint32_t base = ptx::smem_address(smem);
-  const uint32_t full = base + C::kOffsetBarriers, empty = full + C::kStages * 8, order = empty + C::kStages * 8;
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   const bool clustered = args.schedule.share != Share::kNone;
-  const int rank = clustered ? ptx::cluster_rank() : 0;
-  const int first = clustered ? blockIdx.x / 2 : blockIdx.x;
-  const int step = clustered ? gridDim.x / 2 : gridDim.x;
 
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(&args.a);
     ptx::prefetch_tensormap(&args.b);
     for (int i = 0; i < C::kStages; ++i) {
-      ptx::mbarrier_init(full + i * 8, 1);
-      ptx::mbarrier_init(empty + i * 8, (C::kPingpong ? 4 : 8) * (clustered ? 2 : 1));
+      ptx::mbarrier_init(base + C::kOffsetFull + i * 8, 1);
+      ptx::mbarrier_init(base + C::kOffsetEmpty + i * 8, (C::kPingpong ? 4 : 8) * (clustered ? 2 : 1));
     }
-    for (int i = 0; i < kConsumers; ++i) ptx::mbarrier_init(order + i * 8, 4);
+    for (int i = 0; i < kConsumers; ++i) ptx::mbarrier_init(base + C::kOffsetOrder + i * 8, 4);
     ptx::fence_mbarrier_init();
   }
   if (clustered) {
@@ -612,10 +625,10 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_sm90_kernel(const __grid_con
 
   if (group == 0) {
     ptx::register_dealloc<C::kProducerRegisters>();
-    if (threadIdx.x / 32 == 0 && ptx::elect_one()) produce<C>(args, base, full, empty, rank, first, step);
+    if (threadIdx.x / 32 == 0 && ptx::elect_one()) produce<C>(args, base);
   } else {
     ptx::register_alloc<C::kConsumerRegisters>();
-    consume<C>(args, smem, full, empty, order, group - 1, rank, first, step);
+    consume<C>(args, smem, group - 1);
   }
   // A CTA stays until its neighbour has sent the last copy and arrival it owes to this one's shared memory.
   if (clustered) {

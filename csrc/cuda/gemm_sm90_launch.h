@@ -68,8 +68,13 @@ struct Kernel90 {
   KernelState90* state = nullptr;
 };
 
-// Null function: no such instance.
-Kernel90 find_bf16(bool mn_major_a, bool mn_major_b, EpilogueKind kind, TileSm90 tile, Chain chain);
-Kernel90 find_fp16(bool mn_major_a, bool mn_major_b, EpilogueKind kind, TileSm90 tile, Chain chain);
+// The instances, one table to a translation unit. Null function: no such instance.
+Kernel90 find_bf16_linear(bool mn_major_a, bool mn_major_b, TileSm90 tile);
+Kernel90 find_fp16_linear(bool mn_major_a, bool mn_major_b, TileSm90 tile);
+Kernel90 find_bf16_fused(bool mn_major_a, bool mn_major_b, EpilogueKind kind, TileSm90 tile);
+Kernel90 find_fp16_fused(bool mn_major_a, bool mn_major_b, EpilogueKind kind, TileSm90 tile);
+Kernel90 find_bf16_chunked(bool mn_major_a, bool mn_major_b, EpilogueKind kind, TileSm90 tile);
+Kernel90 find_fp16_chunked(bool mn_major_a, bool mn_major_b, EpilogueKind kind, TileSm90 tile);
+Kernel90 find_fp16_half(bool mn_major_a, bool mn_major_b, EpilogueKind kind, TileSm90 tile);
 
 }  // namespace ampkernels::cuda::sm90
