@@ -153,7 +153,7 @@ LinearResult linear_by_library(const Tensor& input, const Tensor& weight, const 
     auto r =
         linear_by_library(torch::stable::to(input, ScalarType::Float), torch::stable::to(weight, ScalarType::Float),
                           bias, activation, gated, out_dtype, save_pre);
-    if (save_pre) r.pre = torch::stable::to(r.pre, dtype);
+    r.pre = save_pre ? torch::stable::to(r.pre, dtype) : not_wanted(input, dtype);
     return r;
   }
   const bool by_onednn =
