@@ -62,7 +62,7 @@ AK_INLINE V load(const T* from) {
 }
 
 template <typename V>
-AK_INLINE V max_of(V a, V b) {
+AK_INLINE V max_of(const V& a, const V& b) {
   return a > b ? a : b;
 }
 
