@@ -323,7 +323,8 @@ def softmax_bound(y: Tensor, dtype: torch.dtype, out_dtype: torch.dtype, *, leng
     """
     u = UNIT_ROUNDOFF[compute_dtype(dtype)]
     y = y.detach().double().abs()
-    return (gamma(length + 16, u) + 8 * u * spread) * y + rounding(y, out_dtype)
+    # An exp below the smallest normal number has the spacing of the subnormals.
+    return (gamma(length + 16, u) + 8 * u * spread) * y + rounding(y, out_dtype) + 2 * _SMALLEST[compute_dtype(dtype)]
 
 
 def log_softmax_bound(y: Tensor, dtype: torch.dtype, out_dtype: torch.dtype, *, length: int, spread: float) -> Tensor:
