@@ -91,13 +91,14 @@ def resolve(op: str, argument: Accumulate | str | None, dtype: torch.dtype, devi
         raise ValueError(
             f"{op}: accumulate must be fp32 for inputs of {dtype}, got {policy}, which takes float16 inputs only"
         )
-    if dtype not in (torch.float16, torch.bfloat16) or device_type != "cpu":
-        _supported(op, policy, device_type)
+    if not _supported(dtype, device_type):
+        raise NotImplementedError(
+            f"{op}: accumulate must be 'fp32' for inputs of {dtype} on {device_type} in this version, "
+            f"got '{policy}', which has no kernel yet"
+        )
     return policy
 
 
-def _supported(op: str, policy: Accumulate, device_type: str) -> None:
-    """The one place that says which policies have kernels."""
-    raise NotImplementedError(
-        f"{op}: accumulate must be 'fp32' on {device_type} in this version, got '{policy}', which has no kernel yet"
-    )
+def _supported(dtype: torch.dtype, device_type: str) -> bool:
+    """Where policies other than "fp32" have kernels: the one place that says so."""
+    return device_type == "cpu" and dtype in (torch.float16, torch.bfloat16)
