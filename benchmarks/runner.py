@@ -366,9 +366,7 @@ def _random_dy(shape: Sequence[int], dtype: torch.dtype, device: torch.device, s
     return torch.randn(tuple(shape), generator=generator, device=device).to(dtype)
 
 
-def _bind(
-    implementation: Implementation, sets: Sequence[Tensors], direction: str, op: Op
-) -> list[Callable[[], object]]:
+def _bind(implementation: Implementation, sets: Sequence[Tensors], direction: str) -> list[Callable[[], object]]:
     """One call per set of inputs. A backward's forward runs here, once; its calls replay the backward alone."""
     prepared = [implementation.prepare(s) if implementation.prepare else s for s in sets]
     if direction == "fwd":
