@@ -91,7 +91,8 @@ def resolve(op: str, argument: Accumulate | str | None, dtype: torch.dtype, devi
         raise ValueError(
             f"{op}: accumulate must be fp32 for inputs of {dtype}, got {policy}, which takes float16 inputs only"
         )
-    _supported(op, policy, device_type)
+    if dtype not in (torch.float16, torch.bfloat16) or device_type != "cpu":
+        _supported(op, policy, device_type)
     return policy
 
 

@@ -9,7 +9,7 @@ Where nothing needs a gradient the autograd Function is skipped: it costs more t
 
 from __future__ import annotations
 
-import math
+import operator
 from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
@@ -327,8 +327,9 @@ def _check_tensors(op: str, names: tuple[str, ...], tensors: tuple[Tensor | None
             ):
                 break
         else:
-            if device.type in _DEVICES:
-                return device.type
+            device_type = device.type
+            if device_type in _DEVICES:
+                return device_type
     except AttributeError:
         pass
     raise _tensor_error(op, names, tensors)
@@ -410,7 +411,10 @@ def _dim(op: str, input: Tensor, dim: int) -> int:
     """`dim` counted from the front; a tensor without dimensions has one, of size 1."""
     ndim = input.dim() or 1
     if type(dim) is not int:
-        raise TypeError(f"{op}: dim must be an int, got {_typename(dim)}")
+        try:
+            dim = operator.index(dim)
+        except TypeError:
+            raise TypeError(f"{op}: dim must be an int, got {_typename(dim)}") from None
     if not -ndim <= dim < ndim:
         raise ValueError(f"{op}: dim must be in [{-ndim}, {ndim - 1}] for input of shape {_shape(input)}, got {dim}")
     return dim % ndim
@@ -475,12 +479,9 @@ def _number(op: str, name: str, value: Any) -> float:
     if isinstance(value, (Tensor, str, bytes, complex)):
         raise TypeError(f"{op}: {name} must be a number, got {_typename(value)}")
     try:
-        number = float(value)
+        return float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{op}: {name} must be a number, got {_typename(value)}") from None
-    if name != "eps" and not math.isfinite(number):
-        raise ValueError(f"{op}: {name} must be finite, got {number}")
-    return number
 
 
 def _shape(tensor: Tensor) -> str:
