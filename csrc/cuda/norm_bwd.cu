@@ -338,7 +338,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads)
     norm_bwd_streaming_dx(const __grid_constant__ NormBwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
   constexpr int V = kVector<T>, kFar = 1 << 24;
-  __shared__ C scratch[Team<C>::kScratch];
+  __shared__ TeamScratch<C> scratch;
   grid_launch_dependents();
   grid_dependency_wait();
 

@@ -127,12 +127,12 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 2)
     norm_fwd_resident(const __grid_constant__ NormFwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
   constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kNormFwd, T>;
-  __shared__ C scratch[Team<C>::kScratch];
+  __shared__ TeamScratch<C> scratch;
   grid_launch_dependents();
   grid_dependency_wait();
 
   Team<C> team(shape, scratch);
-  const int64_t r = int64_t(blockIdx.x / shape.cluster) * shape.rows_per_cta + team.slot;
+  const int64_t r = row_group_index(shape.cluster) * shape.rows_per_cta + team.slot;
   const bool active = r < p.rows;
   const int64_t row = active ? r : 0;
   const int limit = active ? int(p.cols) : 0, first = team.first(K), step = team.lanes;
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads)
   using C = compute_t<T>;
   constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kNormFwd, T>;
   constexpr int kFar = 1 << 24;  // more columns than a tile, few enough for 32-bit byte offsets
-  __shared__ C scratch[Team<C>::kScratch];
+  __shared__ TeamScratch<C> scratch;
   grid_launch_dependents();
   grid_dependency_wait();
 

@@ -62,9 +62,19 @@ __device__ __forceinline__ int cluster_rank() {
   return 0;
 #endif
 }
-__device__ __forceinline__ void cluster_arrive() {
+__device__ __forceinline__ int64_t row_group_index(int cluster) {  // of the CTA, or of its cluster
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  if (cluster > 1) {
+    uint32_t id;
+    asm("mov.u32 %0, %%clusterid.x;" : "=r"(id));
+    return id;
+  }
+#endif
+  return blockIdx.x;
+}
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 __device__ __forceinline__ void cluster_wait() {
@@ -72,17 +82,45 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
-// Writes `value` to the address `local` has in CTA `rank` of the cluster.
-template <typename C>
-__device__ __forceinline__ void store_remote_shared(C* local, int rank, C value) {
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier) {  // one arrival per phase
 #if __CUDA_ARCH__ >= 900
-  const uint32_t address = uint32_t(__cvta_generic_to_shared(local));
-  uint32_t remote;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(shared_address(barrier))
+               : "memory");
+#endif
+}
+__device__ __forceinline__ void mbarrier_expect(uint64_t* barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+#endif
+}
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n\t.reg .pred done;\n"
+      "again:\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t@!done bra again;\n}" ::"r"(
+          shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+#endif
+}
+// Writes `value` to the address `local` has in CTA `rank` of the cluster, and counts its bytes on that CTA's `barrier`: no
+// fence, where a release on the cluster barrier would wait for every global store in flight.
+template <typename C>
+__device__ __forceinline__ void store_remote_shared(C* local, uint64_t* barrier, int rank, C value) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t to, remote_barrier;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(local)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_barrier) : "r"(shared_address(barrier)), "r"(rank));
   if constexpr (sizeof(C) == 4)
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+                 "r"(bit_cast<uint32_t>(value)), "r"(remote_barrier)
+                 : "memory");
   else
-    asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(remote), "d"(value) : "memory");
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(to),
+                 "l"(bit_cast<uint64_t>(value)), "r"(remote_barrier)
+                 : "memory");
 #endif
 }
 
@@ -321,6 +359,28 @@ struct Vectors {
     if (whole * V < limit) load_ends(p, stride, first, step, whole, limit, keep);
   }
 
+  // The same for a unit-stride row that begins on 16 bytes and is a whole number of vectors long.
+  template <Cache kCache = Cache::kStream>
+  __device__ __forceinline__ void load_aligned(const void* row, int first, int step, int vectors) {
+    const char* at = static_cast<const char*>(row) + int64_t(first) * B;
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+#pragma unroll
+      for (int i = 0; i < P::kWords; ++i) pack[k].w[i] = 0;
+      if (first + k * step < vectors)
+#pragma unroll
+        for (int u = 0; u < kUnits; ++u) load_unit<U, kCache>(pack[k].w + u * (U / 4), at + k * step * B + u * U);
+    }
+  }
+
+  // Keeps the compiler from holding on to widened copies: the stored form takes half the registers.
+  __device__ __forceinline__ void forget() {
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+      for (int i = 0; i < P::kWords; ++i) asm volatile("" : "+r"(pack[k].w[i]));
+  }
+
   template <typename C>
   __device__ __forceinline__ void get(int k, C (&v)[V]) const {
 #pragma unroll
@@ -472,6 +532,22 @@ __device__ __forceinline__ void store_computed(char* row, DType dtype, int64_t s
       });
 }
 
+// The same for rows as load_aligned reads them.
+template <typename O, int V, int K, typename Compute>
+__device__ __forceinline__ void store_aligned(char* row, int first, int step, int vectors, Compute&& compute) {
+  using P = Pack<O, V>;
+  constexpr int B = P::kBytes, U = P::kUnit;
+  char* at = row + int64_t(first) * B;
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    P own;
+    compute(k, own);
+    if (first + k * step < vectors)
+#pragma unroll
+      for (int u = 0; u < B / U; ++u) store_unit<U>(at + k * step * B + u * U, own.w + u * (U / 4));
+  }
+}
+
 template <typename T, int V, int K, typename C>
 __device__ __forceinline__ void store_vectors(char* row, DType dtype, int64_t stride, int first, int step, int limit,
                                               int lane, int lanes, const C (&v)[K][V]) {
@@ -481,6 +557,11 @@ __device__ __forceinline__ void store_vectors(char* row, DType dtype, int64_t st
   });
 }
 
+template <typename Row>
+__device__ __forceinline__ auto aligned_row(const Row& m, int64_t row, int size) {
+  using Char = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(m.data)>>, const char, char>;
+  return static_cast<Char*>(m.data) + row * m.rows.stride[0] * size;
+}
 template <typename Row>
 __device__ __forceinline__ auto row_pointer(const Row& m, int64_t row, int64_t col = 0) {
   using Char = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(m.data)>>, const char, char>;
@@ -495,34 +576,45 @@ struct TeamShape {
   int cluster;
 };
 
-// The lanes that share a row, and their reductions. One barrier each: scratch is used in turn (ping-pong), so that a lane
-// that is still reading the last result cannot be overtaken by the writes of the next.
+// Shared memory of the reductions, used in turn (ping-pong): a lane that is still reading the last result cannot be
+// overtaken by the writes of the next.
+template <typename C>
+struct TeamScratch {
+  static constexpr int kMaxWarps = kRowsCtaThreads / 32 * kRowsMaxCluster;
+  C values[2][2][kMaxWarps];  // [phase][value][warp]
+  uint64_t barriers[2];       // clusters: one per phase
+};
+
+// The lanes that share a row, and their reductions: one barrier each.
 template <typename C>
 struct Team {
-  static constexpr int kMaxWarps = kRowsCtaThreads / 32 * kRowsMaxCluster;
-  static constexpr int kScratch = 2 * 2 * kMaxWarps;  // [phase][value][warp]
-
   int lanes, lane, slot, cluster, rank;
   int warps, width;  // warps of the row over the cluster, and the lanes that combine them
-  int phase = 0;
-  bool started = false;
-  C* scratch;
+  int round = 0;
+  TeamScratch<C>& scratch;
 
-  // scratch: kScratch values per CTA; slots of several warps each (norm backward) share it by offset.
-  __device__ __forceinline__ Team(const TeamShape& shape, C* memory) : lanes(shape.lanes), cluster(shape.cluster) {
-    if (lanes <= 32) {
+  __device__ __forceinline__ Team(const TeamShape& shape, TeamScratch<C>& memory)
+      : lanes(shape.lanes), cluster(shape.cluster), scratch(memory) {
+    if (lanes <= 32) {  // a power of two
+      slot = int(threadIdx.x) >> (31 - __clz(lanes));
       lane = int(threadIdx.x) & (lanes - 1);
-      slot = int(threadIdx.x) / 32 * (32 / lanes) + (int(threadIdx.x) & 31) / lanes;
       warps = 1;
     } else {
       slot = shape.rows_per_cta == 1 ? 0 : int(threadIdx.x) / lanes;
       lane = int(threadIdx.x) - slot * lanes;
-      warps = lanes / 32 * cluster;
+      warps = (lanes >> 5) * cluster;
     }
-    rank = cluster > 1 ? cluster_rank() : 0;
+    rank = 0;
     width = warps > 32 ? 32 : warps > 1 ? 1 << (32 - __clz(warps - 1)) : 1;
-    scratch = memory + slot * (lanes / 32);
-    if (cluster > 1) cluster_arrive();  // waited for before the first remote write
+    if (cluster > 1) {
+      rank = cluster_rank();
+      if (threadIdx.x == 0) {
+        mbarrier_init(&scratch.barriers[0]);
+        mbarrier_init(&scratch.barriers[1]);
+      }
+      __syncthreads();
+      cluster_arrive_relaxed();  // waited for before the first remote write
+    }
   }
 
   __device__ __forceinline__ void sync() const {
@@ -535,34 +627,37 @@ struct Team {
   template <int N, typename Op>
   __device__ __forceinline__ void reduce(C (&v)[N], Op op, C identity) {
     static_assert(N <= 2);
-    for (int o = min(lanes, 32) / 2; o > 0; o /= 2)
+#pragma unroll 1
+    for (int o = min(lanes, 32) >> 1; o > 0; o >>= 1)
 #pragma unroll
       for (int n = 0; n < N; ++n) v[n] = op(v[n], __shfl_xor_sync(0xffffffffu, v[n], o));
     if (lanes <= 32) return;
-    C* buffer = scratch + phase * (2 * kMaxWarps);
-    phase ^= 1;
-    const int warp = rank * (lanes / 32) + lane / 32, l = lane & 31;
+    const int phase = round & 1, base = slot * (lanes >> 5), l = lane & 31;
+    const int warp = base + rank * (lanes >> 5) + (lane >> 5);
     if (cluster == 1) {
       if (l == 0)
 #pragma unroll
-        for (int n = 0; n < N; ++n) buffer[n * kMaxWarps + warp] = v[n];
+        for (int n = 0; n < N; ++n) scratch.values[phase][n][warp] = v[n];
       named_barrier(slot + 1, lanes);
     } else {
-      if (!started) cluster_wait();
-      started = true;
+      if (round == 0) cluster_wait();
+      uint64_t* const barrier = &scratch.barriers[phase];
+      if (lane == 0) mbarrier_expect(barrier, warps * N * int(sizeof(C)));
       if (l < cluster)
 #pragma unroll
-        for (int n = 0; n < N; ++n) store_remote_shared(&buffer[n * kMaxWarps + warp], l, v[n]);
-      cluster_arrive();
-      cluster_wait();
+        for (int n = 0; n < N; ++n) store_remote_shared(&scratch.values[phase][n][warp], barrier, l, v[n]);
+      mbarrier_wait(barrier, round >> 1 & 1);
     }
+    ++round;
     const int mine = l & (width - 1);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      v[n] = mine < warps ? buffer[n * kMaxWarps + mine] : identity;
-      for (int i = mine + 32; i < warps; i += 32) v[n] = op(v[n], buffer[n * kMaxWarps + i]);
+      v[n] = mine < warps ? scratch.values[phase][n][base + mine] : identity;
+#pragma unroll 1
+      for (int i = mine + 32; i < warps; i += 32) v[n] = op(v[n], scratch.values[phase][n][i]);
     }
-    for (int o = width / 2; o > 0; o /= 2)
+#pragma unroll 1
+    for (int o = width >> 1; o > 0; o >>= 1)
 #pragma unroll
       for (int n = 0; n < N; ++n) v[n] = op(v[n], __shfl_xor_sync(0xffffffffu, v[n], o));
   }
@@ -646,6 +741,13 @@ Status dispatch_row_dtype(DType dtype, F&& f) {
     default:
       return Status{"rows must be floating point", 0};
   }
+}
+
+// Rows as load_aligned reads them: one row stride, everything on 16 bytes. (cols is checked once, by the caller.)
+template <typename Row>
+bool aligned_rows(const Row& m) {
+  return m.col_stride == 1 && m.rows.ndim == 1 && reinterpret_cast<uintptr_t>(m.data) % 16 == 0 &&
+         m.rows.stride[0] * dtype_size(m.dtype) % 16 == 0;
 }
 
 inline RowsLayout layout_of(int64_t cols, const RowsIn& x) {

@@ -139,18 +139,75 @@ struct Finish {
   }
 };
 
-template <typename T, bool kMasked>
-__global__ void __launch_bounds__(kRowsCtaThreads, kMasked ? 1 : 2)
-    softmax_fwd_resident(const __grid_constant__ SoftmaxFwdParams p, const TeamShape shape) {
+// Rows on 16 bytes, of whole vectors, without a mask: the common case, and few instructions beside the arithmetic.
+template <typename T, typename O>
+__global__ void __launch_bounds__(kRowsCtaThreads, 2)
+    softmax_fwd_aligned(const __grid_constant__ SoftmaxFwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
-  constexpr int V = kVector<T>;
-  constexpr int K = kVectorsPerThread<RowsOp::kSoftmaxFwd, T>;
-  __shared__ C scratch[Team<C>::kScratch];
+  constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kSoftmaxFwd, T>;
+  __shared__ TeamScratch<C> scratch;
   grid_launch_dependents();
   grid_dependency_wait();
 
   Team<C> team(shape, scratch);
-  const int64_t row = int64_t(blockIdx.x / shape.cluster) * shape.rows_per_cta + team.slot;
+  const int64_t r = row_group_index(shape.cluster) * shape.rows_per_cta + team.slot;
+  const bool active = r < p.rows;
+  const int64_t row = active ? r : 0;
+  const int first = team.first(K), step = team.lanes;
+  const int limit = active ? int(kept_columns(p, row)) : 0;
+
+  Vectors<T, V, K> x;
+  x.load_aligned(aligned_row(p.x, row, sizeof(T)), first, step, (limit + V - 1) / V);
+  const C scale = C(p.scale);
+  C s[K][V], largest[1] = {minus_infinity<C>()};
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    x.get(k, s[k]);
+#pragma unroll
+    for (int e = 0; e < V; ++e) s[k][e] *= scale;
+    const int count = limit - (first + k * step) * V;
+    if (count < V)
+#pragma unroll
+      for (int e = 0; e < V; ++e) s[k][e] = e < count ? s[k][e] : minus_infinity<C>();
+    largest[0] = fmax(largest[0], tree(s[k], Max{}));
+  }
+  team.reduce(largest, Max{}, minus_infinity<C>());
+
+  C sum[1] = {0};
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    C e[V];
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      s[k][i] -= largest[0];
+      e[i] = exp_of<T>(s[k][i]);
+      if (!p.log) s[k][i] = e[i];
+    }
+    sum[0] += tree(e, Sum{});
+  }
+  team.reduce(sum, Sum{}, C(0));
+  const C factor = p.log ? ::log(sum[0]) : C(1) / sum[0];
+  store_aligned<O, V, K>(aligned_row(p.y, row, sizeof(O)), first, step, active ? int(p.cols) / V : 0,
+                         [&](int k, Pack<O, V>& out) {
+                           C y[V];
+#pragma unroll
+                           for (int i = 0; i < V; ++i) y[i] = p.log ? s[k][i] - factor : s[k][i] * factor;
+                           out.round_from(y);
+                         });
+}
+
+template <typename T, bool kMasked>
+__global__ void __launch_bounds__(kRowsCtaThreads, 1)
+    softmax_fwd_resident(const __grid_constant__ SoftmaxFwdParams p, const TeamShape shape) {
+  using C = compute_t<T>;
+  constexpr int V = kVector<T>;
+  constexpr int K = kVectorsPerThread<RowsOp::kSoftmaxFwd, T>;
+  __shared__ TeamScratch<C> scratch;
+  grid_launch_dependents();
+  grid_dependency_wait();
+
+  Team<C> team(shape, scratch);
+  const int64_t row = row_group_index(shape.cluster) * shape.rows_per_cta + team.slot;
   const bool active = row < p.rows;
   const int first = team.first(K), step = team.lanes;
 
@@ -199,7 +256,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads)
   using C = compute_t<T>;
   constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kSoftmaxFwd, T>;
   constexpr int kFar = 1 << 24;  // more columns than a tile, few enough for 32-bit byte offsets
-  __shared__ C scratch[Team<C>::kScratch];
+  __shared__ TeamScratch<C> scratch;
   grid_launch_dependents();
   grid_dependency_wait();
 
@@ -366,10 +423,19 @@ Status launch_softmax_fwd(const SoftmaxFwdParams& p, cudaStream_t stream) {
     [[maybe_unused]] const bool masked = p.mask.data != nullptr;
     if (plan.tier == RowsTier::kColumns)
       return launch_rows(softmax_fwd_columns<T>, device->arch, ctas, plan.cta_threads(), 1, 0, stream, p, plan.lanes);
-    if constexpr (sizeof(T) < 8)
+    if constexpr (sizeof(T) < 8) {
+      if (plan.tier != RowsTier::kStreaming && !masked && p.cols % plan.vector == 0 && aligned_rows(p.x) &&
+          aligned_rows(p.y)) {
+        const auto launch = [&](auto kernel) {
+          return launch_rows(kernel, device->arch, ctas, plan.cta_threads(), plan.cluster, 0, stream, p, shape);
+        };
+        if (p.y.dtype == dtype_of<T>::value) return launch(softmax_fwd_aligned<T, T>);
+        if (p.y.dtype == dtype_of<Paired<T>>::value) return launch(softmax_fwd_aligned<T, Paired<T>>);
+      }
       if (plan.tier != RowsTier::kStreaming)
         return launch_rows(masked ? softmax_fwd_resident<T, true> : softmax_fwd_resident<T, false>, device->arch, ctas,
                            plan.cta_threads(), plan.cluster, 0, stream, p, shape);
+    }
     return launch_rows(softmax_fwd_streaming<T>, device->arch, ctas, plan.cta_threads(), 1, 0, stream, p, shape);
   });
 }
