@@ -31,7 +31,7 @@ ak::GemmPlan make_gemm_plan(int64_t m, int64_t n, int64_t k, const std::string& 
   p.m = m, p.n = n, p.k = k;
   p.dtype = dtype_named(dtype);
   p.accumulate = {dtype_named(acc), chunk};
-  p.a_kmajor = a_kmajor, p.b_kmajor = b_kmajor, p.aligned = aligned;
+  p.a_kmajor = a_kmajor, p.b_kmajor = b_kmajor, p.a_aligned = p.b_aligned = aligned;
   p.epilogue = epilogue_named(epilogue);
   p.arch = arch, p.sms = sms;
   return ak::gemm_plan(p);
@@ -48,6 +48,8 @@ py::dict as_dict(const ak::GemmPlan& plan) {
   d["split"] = plan.split;
   d["split_len"] = plan.split_len;
   d["aligned"] = plan.aligned;
+  d["pack_a"] = plan.pack_a;
+  d["pack_b"] = plan.pack_b;
   d["reason"] = plan.reason;
   return d;
 }
