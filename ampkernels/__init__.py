@@ -4,10 +4,12 @@ Importing the package needs no GPU and makes no CUDA context.
 """
 
 from . import functional, nn, reference
+from ._build import build_info
 from ._ops import ACTIVATIONS
 from .accumulate import Accumulate, accumulate
 from .explain import Explanation, explain
 from .functional import gated_linear, layer_norm, linear, log_softmax, mlp, rms_norm, softmax
+from .fuse import FusionReport, fuse, unfuse
 from .nn import FusedGatedLinear, FusedLayerNorm, FusedLinear, FusedMLP, FusedRMSNorm, FusedSoftmax
 
 __all__ = [
@@ -20,9 +22,12 @@ __all__ = [
     "FusedMLP",
     "FusedRMSNorm",
     "FusedSoftmax",
+    "FusionReport",
     "accumulate",
+    "build_info",
     "explain",
     "functional",
+    "fuse",
     "gated_linear",
     "layer_norm",
     "linear",
@@ -32,17 +37,5 @@ __all__ = [
     "reference",
     "rms_norm",
     "softmax",
+    "unfuse",
 ]
-
-try:
-    from ._build import build_info
-
-    __all__ += ["build_info"]
-except ImportError:
-    pass
-try:
-    from .fuse import FusionReport, fuse, unfuse
-
-    __all__ += ["FusionReport", "fuse", "unfuse"]
-except ImportError:
-    pass

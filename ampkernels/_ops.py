@@ -1,8 +1,8 @@
 """The private operators `torch.ops.ampkernels.*`: one typed caller and one fake kernel each.
 
-A function below is three things at once: the signature of the operator (csrc/binding/schema.cpp, argument for argument),
-its fake kernel (shapes, dtypes and strides without data, for `torch.compile`), and, after `@_operator` has replaced it,
-the operator's `OpOverload` itself: calling it costs nothing on top of torch's dispatch.
+A function below is three things at once: the signature of the operator (as in csrc/binding/schema.cpp), its fake kernel
+(shapes, dtypes and strides without data, for `torch.compile`), and, after `@_operator` has replaced it, the operator's
+`OpOverload` itself: calling it costs nothing on top of torch's dispatch.
 
 Outputs that were not asked for are empty tensors of shape (0,). Arguments are not checked here: `functional.py` does.
 The operators have no autograd; the public way to them is `functional.py`, through `autograd/`.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 _load_error: ImportError | None = None
 try:
-    import ampkernels._C  # noqa: F401  (registers the operators)
+    import ampkernels._C  # type: ignore[import-not-found]  # noqa: F401  (registers the operators)
 except ImportError as error:
     _load_error = error
 
@@ -214,8 +214,10 @@ def layer_norm_bwd(
     dbias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = saved.shape[saved.dim() - ndim :]
-    return _wanted(saved, saved.shape, dinput_dtype), _wanted(saved, shape, dweight_dtype), _wanted(
-        saved, shape, dbias_dtype
+    return (
+        _wanted(saved, saved.shape, dinput_dtype),
+        _wanted(saved, shape, dweight_dtype),
+        _wanted(saved, shape, dbias_dtype),
     )
 
 

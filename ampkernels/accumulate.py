@@ -22,9 +22,9 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 class Accumulate:
     """The summation tree of each output element of a GEMM, over k ascending.
 
-    Products are exact. Inside a chunk of `chunk` consecutive k, steps of 16 accumulate in `dtype`, from zero; chunk sums
-    are added in fp32, in ascending order. `chunk=None` leaves chunks to the library: partial sums are still fp32 and
-    added in a fixed order (run-to-run deterministic), but the tree may depend on the shape.
+    Products are exact. Inside a chunk of `chunk` consecutive k, steps of 16 accumulate in `dtype`, from zero; chunk
+    sums are added in fp32, in ascending order. `chunk=None` leaves chunks to the library: partial sums are still fp32
+    and added in a fixed order (run-to-run deterministic), but the tree may depend on the shape.
 
     Args:
         dtype: `torch.float32`, or `torch.float16` (for fp16 inputs only).
@@ -89,9 +89,10 @@ def resolve(op: str, argument: Accumulate | str | None, dtype: torch.dtype, devi
         return FP32
     if policy.dtype == torch.float16 and dtype != torch.float16:
         raise ValueError(
-            f"{op}: accumulate must be fp32 for inputs of {dtype}, got {policy}: fp16 accumulators take fp16 inputs only"
+            f"{op}: accumulate must be fp32 for inputs of {dtype}, got {policy}, which takes float16 inputs only"
         )
-    _supported(op, policy, device_type)
+    if dtype not in (torch.float16, torch.bfloat16) or device_type != "cpu":
+        _supported(op, policy, device_type)
     return policy
 
 

@@ -1,8 +1,9 @@
 """The autocast table of docs/design.md, section 2: the one place that asks torch about autocast.
 
-GEMMs (`linear`, `gated_linear`, `mlp`): under autocast every input is cast to the autocast dtype, which is the output's.
-Rows (`softmax`, `log_softmax`, `layer_norm`, `rms_norm`): computed in fp32 from the input as it is; under autocast the
-output's dtype is eager's on that device, which is float32 on CUDA and the input's own on the CPU. float64 is never cast.
+GEMMs (`linear`, `gated_linear`, `mlp`): under autocast every input is cast to the autocast dtype, which is the
+output's. Rows (`softmax`, `log_softmax`, `layer_norm`, `rms_norm`): computed in fp32 from the input as it is; under
+autocast the output's dtype is eager's on that device, which is float32 on CUDA and the input's own on the CPU. float64
+is never cast.
 
 There is no cache of cast weights. torch's keeps a parameter's cast copy until the outermost autocast block is left: a
 weight that is written through `.data` meanwhile is then stale, a CUDA graph captured inside the block holds a copy that
@@ -12,6 +13,8 @@ per autocast block; for inference, cast the model once: `model.to(torch.bfloat16
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 
@@ -30,7 +33,9 @@ def gemm_dtype(device_type: str, input: torch.dtype, *weights: torch.dtype) -> t
     return input
 
 
-def rows_dtype(device_type: str, input: torch.dtype, out_dtype: torch.dtype | str | None) -> torch.dtype | str:
+def rows_dtype(
+    device_type: str, input: torch.dtype, out_dtype: torch.dtype | Literal["autocast"] | None
+) -> torch.dtype:
     """The output dtype of a row op; `"autocast"` means the autocast dtype, and the input's own outside autocast."""
     if out_dtype is None:
         on_cuda = device_type == "cuda" and input != torch.float64 and _enabled("cuda")

@@ -1,4 +1,4 @@
-"""`explain`: what a call would do, without doing it: the kernel and its plan, the accumulate in force, what is rounded."""
+"""`explain`: what a call would do, without doing it: kernel and plan, the accumulate in force, what is rounded."""
 
 from __future__ import annotations
 
@@ -234,7 +234,9 @@ def _gemm_notes(
     if device == "cpu" and dtype in _16_BIT and out not in _16_BIT:
         result.notes.append("output is wider than the operands: they are widened to fp32 (exact) for the library")
     if device == "cpu" and training and dtype in _16_BIT:
-        result.notes.append(f"dinput and dweight are in the library's output dtype, {_short(dtype)}, before any widening")
+        result.notes.append(
+            f"dinput and dweight are in the library's output dtype, {_short(dtype)}, before any widening"
+        )
     if device == "cuda" and dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
         result.notes.append("torch.backends.cuda.matmul.allow_tf32 is set: cuBLAS rounds the operands to TF32")
 
@@ -254,7 +256,7 @@ def _softmax(
     functional._check_tensors("softmax", ("input",), (input,))
     if mask is not None:
         functional._check_mask(mask, input)
-    functional.softmax(*_shapes(input), dim, scale=scale, causal=causal, out_dtype=out_dtype)
+    functional.softmax(_shapes(input)[0], dim, scale=scale, causal=causal, out_dtype=out_dtype)
     dim = functional._dim("softmax", input, dim)
     result = _rows("softmax", input, input.shape[dim] if input.dim() else 1, {"input": input, "mask": mask}, out_dtype)
     if mask is not None:
@@ -264,7 +266,7 @@ def _softmax(
 
 def _log_softmax(input: Tensor, dim: int = -1, *, out_dtype: functional.OutDtype = None) -> Explanation:
     functional._check_tensors("log_softmax", ("input",), (input,))
-    functional.log_softmax(*_shapes(input), dim, out_dtype=out_dtype)
+    functional.log_softmax(_shapes(input)[0], dim, out_dtype=out_dtype)
     dim = functional._dim("log_softmax", input, dim)
     return _rows("log_softmax", input, input.shape[dim] if input.dim() else 1, {"input": input}, out_dtype)
 
@@ -317,7 +319,9 @@ def _norm(
     result = _rows(op, input, cols, tensors, out_dtype)
     result.rounding.insert(0, "mean and variance in two passes over the row" if op == "layer_norm" else "mean square")
     if residual is not None:
-        result.rounding.append(f"the norm is of the unrounded sum, which is returned rounded to {_short(residual.dtype)}")
+        result.rounding.append(
+            f"the norm is of the unrounded sum, which is returned rounded to {_short(residual.dtype)}"
+        )
     return result
 
 

@@ -1,15 +1,15 @@
 """The public operations: `torch.nn.functional`'s names and argument order, then ours, keyword-only.
 
 Every check of an argument is here, before anything is launched, with one form of message:
-`linear: weight must have shape (out, in) with in = 768, got (3072, 512)`. TypeError for what an argument is (type, dtype,
-layout), ValueError for its value (shape, device, range, name).
+`linear: weight must have shape (out, in) with in = 768, got (3072, 512)`. TypeError for what an argument is (type,
+dtype, layout), ValueError for its value (shape, device, range, name).
 
 Where nothing needs a gradient the autograd Function is skipped: it costs more than the checks and the launch together.
 """
 
 from __future__ import annotations
 
-import math
+import operator
 from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
@@ -51,14 +51,14 @@ def linear(
         `(…, out)`.
 
     Rounding points: products are exact; sums as `accumulate` says; bias and activation in fp32; y rounded once. Where
-    backward needs it, the pre-activation is rounded to the dtype computed in. Backward: dy * activation' in fp32, rounded
-    once to that dtype; dinput and dweight each rounded once, from the accumulators, to input's and weight's dtype; dbias
-    from the unrounded fp32 products in a fixed order.
+    backward needs it, the pre-activation is rounded to the dtype computed in. Backward: dy * activation' in fp32,
+    rounded once to that dtype; dinput and dweight each rounded once, from the accumulators, to input's and weight's
+    dtype; dbias from the unrounded fp32 products in a fixed order.
 
     Raises:
         TypeError: for a dtype that is not one of the four, or weight and input differing outside autocast.
-        ValueError: for shapes that do not fit, devices that differ or are neither CPU nor CUDA, an unknown activation, or
-            fp16 accumulators with inputs that are not fp16.
+        ValueError: for shapes that do not fit, devices that differ or are neither CPU nor CUDA, an unknown activation,
+            or fp16 accumulators with inputs that are not fp16.
         NotImplementedError: for a policy that has no kernel yet.
     """
     device = _check_tensors("linear", ("input", "weight", "bias"), (input, weight, bias))
@@ -167,18 +167,18 @@ def softmax(
         input: any shape, fp16, bf16, fp32 or fp64.
         dim: the dimension that sums to 1.
         scale: multiplies the input, before the mask.
-        mask: broadcasts to input's shape. bool: True keeps, and what False drops is never read, NaN or not. Floating, any
-            of the four dtypes: added in fp32; it may need a gradient.
+        mask: broadcasts to input's shape. bool: True keeps, and what False drops is never read, NaN or not. Floating,
+            any of the four dtypes: added in fp32; it may need a gradient.
         causal: query i of `input.shape[-2]` keeps columns 0 … i (top-left aligned); `dim` must be the last.
         out_dtype: dtype of the result. None: input's, and under autocast eager's (float32 on CUDA). "autocast": the
             autocast dtype inside autocast, input's outside.
 
     Returns:
-        Input's shape. With a mask, a row with nothing kept is 0 and has gradient 0; without one, a row of -inf is NaN, as
-        in torch.
+        Input's shape. With a mask, a row with nothing kept is 0 and has gradient 0; without one, a row of -inf is NaN,
+        as in torch.
 
-    Rounding points: fp32 inside (fp64 for fp64), y rounded once. Backward reads y as it was rounded; dinput rounded once
-    to input's dtype; a floating mask's gradient is summed in fp32 and rounded once to the mask's.
+    Rounding points: fp32 inside (fp64 for fp64), y rounded once. Backward reads y as it was rounded; dinput rounded
+    once to input's dtype; a floating mask's gradient is summed in fp32 and rounded once to the mask's.
 
     Raises:
         TypeError: for dtypes outside the above.
@@ -207,8 +207,8 @@ def log_softmax(input: Tensor, dim: int = -1, *, out_dtype: OutDtype = None) -> 
     Args:
         input, dim, out_dtype: as for `softmax`.
 
-    Rounding points: fp32 inside (fp64 for fp64), y rounded once; backward reads y as it was rounded; dinput rounded once
-    to input's dtype. Errors as for `softmax`.
+    Rounding points: fp32 inside (fp64 for fp64), y rounded once; backward reads y as it was rounded; dinput rounded
+    once to input's dtype. Errors as for `softmax`.
     """
     device = _check_tensors("log_softmax", ("input",), (input,))
     dim = _dim("log_softmax", input, dim)
@@ -242,9 +242,9 @@ def layer_norm(
         The normalised tensor; with a residual `(normalised, s)`, where s is rounded once, to residual's dtype. What is
         normalised is the sum before that rounding.
 
-    Rounding points: s, mean and variance (two passes over the row) and the affine step in fp32 (fp64 for fp64), y rounded
-    once. Backward reads the input, or s as it was rounded, and fp32 statistics; dinput is rounded once to input's dtype;
-    dweight and dbias are fp32 sums in a fixed order, rounded once to the parameters' dtypes.
+    Rounding points: s, mean and variance (two passes over the row) and the affine step in fp32 (fp64 for fp64), y
+    rounded once. Backward reads the input, or s as it was rounded, and fp32 statistics; dinput is rounded once to
+    input's dtype; dweight and dbias are fp32 sums in a fixed order, rounded once to the parameters' dtypes.
 
     Raises:
         TypeError: for dtypes outside the above.
@@ -304,9 +304,7 @@ _FLOATING = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float
 _FLOATING_TEXT = "torch.float16, torch.bfloat16, torch.float32 or torch.float64"
 _DEVICES = frozenset(("cpu", "cuda", "meta"))
 _STRIDED = torch.strided
-_EPSILON = {
-    dtype: torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps for dtype in _FLOATING
-}
+_EPSILON = {dtype: torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps for dtype in _FLOATING}
 
 
 def _needs_grad(*tensors: Tensor | None) -> bool:
@@ -314,7 +312,8 @@ def _needs_grad(*tensors: Tensor | None) -> bool:
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
                 return True
-    # Forward-mode AD has no formula here: the Function says so, where the plain operator would drop tangents in silence.
+    # Forward-mode AD has no formula here: the Function says so, where the plain operator would drop tangents in
+    # silence.
     return forward_ad._current_level >= 0
 
 
@@ -328,8 +327,9 @@ def _check_tensors(op: str, names: tuple[str, ...], tensors: tuple[Tensor | None
             ):
                 break
         else:
-            if device.type in _DEVICES:
-                return device.type
+            device_type = device.type
+            if device_type in _DEVICES:
+                return device_type
     except AttributeError:
         pass
     raise _tensor_error(op, names, tensors)
@@ -367,7 +367,9 @@ def _check_affine(
         raise TypeError(f"{op}: {weight_name} must be a torch.Tensor, got {_typename(weight)}")
     shape = weight.shape
     if len(shape) != 2 or shape[1] != k:
-        raise ValueError(f"{op}: {weight_name} must have shape ({outer}, {inner}) with {inner} = {k}, got {_shape(weight)}")
+        raise ValueError(
+            f"{op}: {weight_name} must have shape ({outer}, {inner}) with {inner} = {k}, got {_shape(weight)}"
+        )
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != shape[0]):
         raise ValueError(f"{op}: {bias_name} must have shape ({outer},) with {outer} = {shape[0]}, got {_shape(bias)}")
 
@@ -409,7 +411,10 @@ def _dim(op: str, input: Tensor, dim: int) -> int:
     """`dim` counted from the front; a tensor without dimensions has one, of size 1."""
     ndim = input.dim() or 1
     if type(dim) is not int:
-        raise TypeError(f"{op}: dim must be an int, got {_typename(dim)}")
+        try:
+            dim = operator.index(dim)
+        except TypeError:
+            raise TypeError(f"{op}: dim must be an int, got {_typename(dim)}") from None
     if not -ndim <= dim < ndim:
         raise ValueError(f"{op}: dim must be in [{-ndim}, {ndim - 1}] for input of shape {_shape(input)}, got {dim}")
     return dim % ndim
@@ -436,7 +441,9 @@ def _normalized_ndim(
     try:
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     except TypeError:
-        raise TypeError(f"{op}: normalized_shape must be an int or a sequence of ints, got {normalized_shape!r}") from None
+        raise TypeError(
+            f"{op}: normalized_shape must be an int or a sequence of ints, got {normalized_shape!r}"
+        ) from None
     ndim = len(shape)
     if ndim == 0 or input.shape[-ndim:] != shape:
         raise ValueError(
@@ -469,15 +476,12 @@ def _eps(op: str, eps: float) -> float:
 
 
 def _number(op: str, name: str, value: Any) -> float:
-    if isinstance(value, Tensor) or isinstance(value, (str, bytes, complex)):
+    if isinstance(value, (Tensor, str, bytes, complex)):
         raise TypeError(f"{op}: {name} must be a number, got {_typename(value)}")
     try:
-        number = float(value)
+        return float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{op}: {name} must be a number, got {_typename(value)}") from None
-    if name != "eps" and not math.isfinite(number):
-        raise ValueError(f"{op}: {name} must be finite, got {number}")
-    return number
 
 
 def _shape(tensor: Tensor) -> str:

@@ -1,7 +1,8 @@
 """Modules: drop-in subclasses of torch's, with the same constructor arguments, parameters and state_dict keys.
 
 Our own options are keyword-only, and are class attributes with defaults, so that a module made by an older version, or
-one whose `__class__` was changed, still works. Under `torch.autocast` the parameters stay as they are; see `autocast.py`.
+one whose `__class__` was changed, still works. Under `torch.autocast` the parameters stay as they are; see
+`autocast.py`.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class FusedGatedLinear(nn.Module):
     """`activation(gate) * up` from one weight `(2 * out_features, in_features)`: rows [0, F) gate, rows [F, 2 F) up.
 
     It is no `nn.Linear` (`isinstance` says False): code that looks for linear layers, such as LoRA, takes a linear's
-    weight to be `(out_features, in_features)`. Each half is initialised as an `nn.Linear(in_features, out_features)` is.
+    weight to be `(out_features, in_features)`. Each half is initialised as an `nn.Linear(in_features, out_features)`
+    is.
 
     Args:
         in_features, out_features: K and F.
@@ -142,8 +144,9 @@ class FusedGatedLinear(nn.Module):
 class FusedMLP(nn.Module):
     """`fc2(activation(fc1(input)))` by `ampkernels.mlp`, whose backward is fused across the activation.
 
-    `fc1` and `fc2` are `nn.Linear`: the state_dict has the keys of timm's `Mlp`. Where one of them has been replaced (by a
-    LoRA layer, say) or has hooks, both are called as the modules they are, and the activation between them is torch's.
+    `fc1` and `fc2` are `nn.Linear`: the state_dict has the keys of timm's `Mlp`. Where one of them has been replaced
+    (by a LoRA layer, say) or has hooks, both are called as the modules they are, and the activation between them is
+    torch's.
 
     Args:
         in_features, hidden_features, out_features: out_features None is in_features.
@@ -169,7 +172,9 @@ class FusedMLP(nn.Module):
         super().__init__()
         functional._activation("FusedMLP", activation)
         self.fc1 = nn.Linear(in_features, hidden_features, bias, device, dtype)
-        self.fc2 = nn.Linear(hidden_features, in_features if out_features is None else out_features, bias, device, dtype)
+        self.fc2 = nn.Linear(
+            hidden_features, in_features if out_features is None else out_features, bias, device, dtype
+        )
         self.activation = activation
         self.accumulate = None if accumulate is None else Accumulate.parse(accumulate)
 
@@ -198,7 +203,7 @@ class FusedMLP(nn.Module):
 def _is_plain(layer: nn.Module) -> bool:
     """Whether calling the module does what its weight and bias alone say."""
     if type(layer) is FusedLinear:
-        if not (layer.activation is layer.accumulate is layer.out_dtype is None):
+        if (layer.activation, layer.accumulate, layer.out_dtype) != (None, None, None):
             return False
     elif type(layer) is not nn.Linear:
         return False
@@ -229,8 +234,8 @@ class FusedLayerNorm(nn.LayerNorm):
 
     Args:
         normalized_shape, eps, elementwise_affine, bias, device, dtype: as for `nn.LayerNorm`.
-        out_dtype: as for `ampkernels.layer_norm`; "autocast" gives the autocast dtype inside autocast, where the default
-            is eager's (float32 on CUDA).
+        out_dtype: as for `ampkernels.layer_norm`; "autocast" gives the autocast dtype inside autocast, where the
+            default is eager's (float32 on CUDA).
     """
 
     out_dtype: OutDtype = None
@@ -246,7 +251,7 @@ class FusedLayerNorm(nn.LayerNorm):
         *,
         out_dtype: OutDtype = None,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self.out_dtype = functional._check_rows_dtype("FusedLayerNorm", out_dtype)
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
@@ -291,7 +296,7 @@ class FusedRMSNorm(nn.RMSNorm):
     ) -> None:
         if weight_offset and not elementwise_affine:
             raise ValueError(f"FusedRMSNorm: weight_offset must be 0 without a weight, got {weight_offset}")
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.weight_offset = weight_offset
         self.out_dtype = functional._check_rows_dtype("FusedRMSNorm", out_dtype)
         if weight_offset:
@@ -329,9 +334,7 @@ class FusedSoftmax(nn.Softmax):
     causal: bool = False
     out_dtype: OutDtype = None
 
-    def __init__(
-        self, dim: int = -1, *, scale: float = 1.0, causal: bool = False, out_dtype: OutDtype = None
-    ) -> None:
+    def __init__(self, dim: int = -1, *, scale: float = 1.0, causal: bool = False, out_dtype: OutDtype = None) -> None:
         super().__init__(dim)
         self.scale = functional._number("FusedSoftmax", "scale", scale)
         self.causal = causal

@@ -1,9 +1,10 @@
 """What every op should return: float64 from the textbook formulas, and how far a correct kernel may be from it.
 
 Each function takes the arguments of its namesake in `functional.py`, widens them to float64 (so it sees the *rounded*
-inputs that the kernel saw), and computes with plain tensor operations: autograd through it gives the gradients. Arguments
-that only choose a kernel or a rounding (`accumulate`, `out_dtype`) are accepted and ignored. A product of fp64 numbers is
-rounded here too: with K terms of 16-bit inputs the oracle is off by about K * 2^-53, which the bounds below do not feel.
+inputs that the kernel saw), and computes with plain tensor operations: autograd through it gives the gradients.
+Arguments that only choose a kernel or a rounding (`accumulate`, `out_dtype`) are accepted and ignored. A product of
+fp64 numbers is rounded here too: with K terms of 16-bit inputs the oracle is off by about K * 2^-53, which the bounds
+below do not feel.
 
 The bounds come from the standard model of rounding: a result of n roundings of unit round-off u is off by at most
 gamma(n, u) = n u / (1 - n u), relative to the sum of the absolute values of its terms.
@@ -155,7 +156,7 @@ def rms_norm(
     weight_offset: float = 0.0,
     **ignored: Any,
 ) -> Any:
-    """`s / sqrt(mean(s^2) + eps) * (weight + weight_offset)`, with `s = input + residual`; returns s too if given one."""
+    """`s / sqrt(mean(s^2) + eps) * (weight + weight_offset)`, with `s = input + residual`, which is returned too."""
     if eps is None:
         eps = torch.finfo(torch.float64 if input.dtype == torch.float64 else torch.float32).eps
     s, dims = _sum(input, residual), _dims(normalized_shape)
@@ -215,25 +216,32 @@ def rounding(y: Tensor, dtype: torch.dtype) -> Tensor:
 def accumulation(length: int, dtype: torch.dtype, policy: Accumulate = FP32) -> float:
     """Relative error of a sum of `length` products of `dtype` numbers, relative to the sum of their absolute values.
 
-    16-bit products are exact in fp32. A tensor core truncates where it aligns the products of a step and the accumulator
-    (one unit of 2^-25 of the largest, for each of up to 17 terms: below 2^-20 in all) and truncates again to fp32
-    (2^-23), one step per 16 k. A CPU or fp32 library may instead add element by element, each product and each sum
-    rounded to nearest, in any order: length + 1 roundings. The bound takes the larger of the two.
+    16-bit products are exact in fp32. One step of a tensor core takes 16 k: it truncates the products and the accumulator
+    where it aligns them (one unit of 2^-25 of the largest, for each of up to 17 terms) and then rounds the sum to the
+    accumulator: below 2^-20 in all for fp32, 2^-10 for fp16. Chunk sums are added in fp32. Without a chunk there is one
+    chain, or a library that adds element by element, each product and each sum rounded to nearest, in any order
+    (length + 1 roundings): the larger of the two counts.
     """
     if dtype == torch.float64:
         return gamma(length + 2, UNIT_ROUNDOFF[dtype])
-    if policy.dtype == torch.float16:
-        chunk = min(policy.chunk or length, length)
-        return gamma(math.ceil(chunk / 16) + 1, 2.0**-11) + gamma(math.ceil(length / max(chunk, 1)), 2.0**-24)
-    steps = math.ceil(length / 16) + 1
-    return max(gamma(steps, 2.0**-20), gamma(length + 2, 2.0**-24))
+    step = 2.0**-10 if policy.dtype == torch.float16 else 2.0**-20
+    chunk = max(1, min(policy.chunk or length, length))
+    chained = gamma(math.ceil(chunk / 16) + 1, step) + gamma(math.ceil(length / chunk), 2.0**-24)
+    return chained if policy.chunk else max(chained, gamma(length + 2, 2.0**-24))
 
 
 # Largest slopes |activation'| and, for the composed functions, a bound of the roundings inside them: exp, erf, tanh and
 # division of the host and the device libraries are each within 4 units in the last place.
 _SLOPE: dict[str | None, float] = {
-    None: 1.0, "relu": 1.0, "gelu": 1.13, "gelu_tanh": 1.13, "silu": 1.1, "sigmoid": 0.25, "tanh": 1.0, "quick_gelu": 1.1,
-}  # fmt: skip
+    None: 1.0,
+    "relu": 1.0,
+    "gelu": 1.13,
+    "gelu_tanh": 1.13,
+    "silu": 1.1,
+    "sigmoid": 0.25,
+    "tanh": 1.0,
+    "quick_gelu": 1.1,
+}
 _INNER_ROUNDINGS = 24
 
 
@@ -248,8 +256,8 @@ def linear_bound(
 ) -> Tensor:
     """Elementwise bound on |linear - reference.linear|.
 
-    |pre error| <= accumulation(K) * (|input| @ |weight|.T) + 2 u |pre|, times the activation's slope, plus the roundings
-    inside the activation, plus one rounding of the result.
+    |pre error| <= accumulation(K) * (|input| @ |weight|.T) + 2 u |pre|, times the activation's slope, plus the
+    roundings inside the activation, plus one rounding of the result.
     """
     with torch.no_grad():
         dtype = input.dtype
@@ -285,9 +293,7 @@ def gated_linear_bound(
         return error + rounding((act * up).abs() + error, out_dtype or input.dtype)
 
 
-def _pre(
-    input: Tensor, weight: Tensor, bias: Tensor | None, policy: Accumulate
-) -> tuple[Tensor, Tensor]:
+def _pre(input: Tensor, weight: Tensor, bias: Tensor | None, policy: Accumulate) -> tuple[Tensor, Tensor]:
     pre = _affine(input.detach(), weight.detach(), None if bias is None else bias.detach())
     terms = input.detach().double().abs() @ weight.detach().double().abs().mT
     u = UNIT_ROUNDOFF[compute_dtype(input.dtype)]
@@ -295,11 +301,13 @@ def _pre(
     return (pre, error) if bias is None else (pre, error + 2 * u * bias.detach().double().abs())
 
 
-def product_bound(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, rounded: float = 0.0, policy: Accumulate = FP32) -> Tensor:
+def product_bound(
+    a: Tensor, b: Tensor, out_dtype: torch.dtype, *, rounded: float = 0.0, policy: Accumulate = FP32
+) -> Tensor:
     """Elementwise bound for a @ b, of 16-bit or wider operands: what dinput = dpre @ W and dweight = dpre.T @ x are.
 
-    `rounded`: relative error that the operands arrive with (dpre is rounded to the dtype computed in, and so is the saved
-    pre-activation that it comes from).
+    `rounded`: relative error that the operands arrive with (dpre is rounded to the dtype computed in, and so is the
+    saved pre-activation that it comes from).
     """
     with torch.no_grad():
         terms = a.double().abs() @ b.double().abs()
@@ -310,16 +318,17 @@ def product_bound(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, rounded: floa
 def softmax_bound(y: Tensor, dtype: torch.dtype, out_dtype: torch.dtype, *, length: int, spread: float = 0.0) -> Tensor:
     """Elementwise bound for softmax from its exact value y.
 
-    The argument of exp is off by a few units of its size (`spread`: the largest |scale * x + mask| that counts), exp by 4,
-    the sum of positives by gamma(length) at worst and a division and a rounding at the end.
+    The argument of exp is off by a few units of its size (`spread`: the largest |scale * x + mask| that counts), exp by
+    4, the sum of positives by gamma(length) at worst and a division and a rounding at the end.
     """
     u = UNIT_ROUNDOFF[compute_dtype(dtype)]
     y = y.detach().double().abs()
-    return (gamma(length + 16, u) + 8 * u * spread) * y + rounding(y, out_dtype)
+    # An exp below the smallest normal number has the spacing of the subnormals.
+    return (gamma(length + 16, u) + 8 * u * spread) * y + rounding(y, out_dtype) + 2 * _SMALLEST[compute_dtype(dtype)]
 
 
 def log_softmax_bound(y: Tensor, dtype: torch.dtype, out_dtype: torch.dtype, *, length: int, spread: float) -> Tensor:
-    """Elementwise bound for log_softmax: absolute errors of x - max, of the sum (relative) and of the last subtraction."""
+    """Elementwise bound for log_softmax: errors of x - max, of the sum (relative) and of the last subtraction."""
     u = UNIT_ROUNDOFF[compute_dtype(dtype)]
     y = y.detach().double().abs()
     return gamma(length + 16, u) + 8 * u * (spread + y) + rounding(y, out_dtype)
@@ -354,7 +363,8 @@ def norm_bound(
         rstd = (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
         h = centred * rstd
         h_error = absolute * rstd
-        relative = gamma(n + 8, u) + (h_error * h.abs()).mean(dims, keepdim=True) + h_error.square().mean(dims, keepdim=True)
+        of_variance = (h_error * h.abs() + h_error.square()).mean(dims, keepdim=True)
+        relative = gamma(n + 8, u) + of_variance
         h_error = h_error + relative * (h.abs() + h_error)
         scale = 1.0 if weight is None else (weight.detach().double() + weight_offset).abs()
         shift = 0.0 if bias is None else bias.detach().double().abs()

@@ -45,9 +45,6 @@ class Library:
     def exp(self, x: np.ndarray) -> np.ndarray:
         return self._call("ak_exp", x)
 
-    def normal_cdf(self, x: np.ndarray) -> np.ndarray:
-        return self._call("ak_normal_cdf", x)
-
 
 def build(directory: Path, name: str, *flags: str) -> Library:
     out = directory / f"{name}.so"
@@ -176,13 +173,6 @@ def test_tanh_of_small_arguments(native: Library) -> None:
     x = x[np.abs(x) >= 2.0**-126]
     reference = np.tanh(x.astype(np.float64))
     assert (np.abs(native.activation("tanh", x) / reference - 1)).max() <= 4 * U
-
-
-def test_normal_cdf(native: Library) -> None:
-    x = patterns(4099)
-    reference = 0.5 * torch.special.erfc(-torch.from_numpy(x).double() * 0.5**0.5).numpy()
-    assert np.abs(native.normal_cdf(x) - reference).max() <= U
-    assert native.normal_cdf(np.zeros(1, dtype=np.float32))[0] == 0.5
 
 
 @pytest.mark.skipif("g++" not in COMPILER, reason="GCC's vectorisation report")

@@ -1,7 +1,7 @@
 """The autograd Functions, one body per op and one class per device type, and the plain forward that needs no graph.
 
-The classes are the `forward(ctx, …)` kind, not `setup_context`: `custom_fwd` keeps its state on `ctx`, and this kind costs
-a third per call. `torch.func` transforms refuse it with a clear error.
+The classes are the `forward(ctx, …)` kind, not `setup_context`: `custom_fwd` keeps its state on `ctx`, and this kind
+costs a third per call. `torch.func` transforms refuse it with a clear error.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from typing import cast as cast_type
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ def functions(op: str, forward: Callable[..., Any], backward: Callable[..., Grad
             "forward": staticmethod(custom_fwd(forward, device_type=device_type)),
             "backward": staticmethod(custom_bwd(_first_order_only(op, backward), device_type=device_type)),
         }
-        return FunctionMeta(name, (Function,), body)
+        return cast_type(type[Function], FunctionMeta(name, (Function,), body))
 
     cpu = build("cpu")
     return {"cpu": cpu, "cuda": build("cuda"), "meta": cpu}

@@ -1,4 +1,4 @@
-"""layer_norm and rms_norm: forward keeps what it normalised (the input, or the sum with the residual) and statistics."""
+"""layer_norm and rms_norm: forward keeps what it normalised (the input, or its sum with the residual) and statistics."""
 
 from __future__ import annotations
 

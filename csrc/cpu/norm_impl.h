@@ -10,10 +10,12 @@
 
 namespace ampkernels::cpu::AMPKERNELS_ISA {
 
-// Of a row in its buffer. The buffer holds the row times `scale`, a power of two and 1 almost always; mean and rstd are the
-// buffer's, beyond the compute type's precision.
+// Of a row in its buffer, which holds the row times `scale`, a power of two and 1 almost always. The buffer's mean is
+// center + correction: together they hold more than one number of the compute type could.
+template <typename C>
 struct RowStatistics {
-  double mean;
+  C center;
+  double correction;
   double rstd;
   double scale;
 };
@@ -50,30 +52,30 @@ double scale_row(C* s, int64_t n) {
 // Of the row in the buffer `s`, with `sum` its sum of first_term. If the squares overflow or vanish, the row is scaled, in
 // place, and everything is taken again.
 template <typename C, bool kRms>
-RowStatistics row_statistics(C* s, double sum, int64_t n, double eps) {
+RowStatistics<C> row_statistics(C* s, double sum, int64_t n, double eps) {
   constexpr double kTiny = sizeof(C) == 4 ? 0x1p-90 : 0x1p-960;
   double scale = 1;
   for (bool scaled = false;; scaled = true) {
-    double mean = 0, variance;
+    C center = C(0);
+    double correction = 0, variance;
     if constexpr (kRms) {
       variance = sum / double(n);
     } else {
-      const C near_mean = C(sum / double(n));
-      const Vec<C> center = splat(near_mean);
+      center = C(sum / double(n));
+      const Vec<C> vcenter = splat(center);
       const Totals t = reduce<C, 2>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
-        const Vec<C> d = keep(load<C>(s + i, step) - center, step, splat(C(0)));
+        const Vec<C> d = keep(load<C>(s + i, step) - vcenter, step, splat(C(0)));
         t.a = t.a + d;
         t.b = fma(d, d, t.b);
       });
-      const double correction = t.a / double(n);
-      mean = double(near_mean) + correction;
+      correction = t.a / double(n);
       variance = t.b / double(n) - correction * correction;
       if (variance < 0) variance = 0;
     }
     const double total = variance + eps * scale * scale;
     const bool in_range = total - total == 0 && total >= kTiny;
     if (!in_range && !scaled) scale = scale_row(s, n);
-    if (in_range || scaled || scale == 1) return {mean, 1.0 / __builtin_sqrt(total), scale};
+    if (in_range || scaled || scale == 1) return {center, correction, 1.0 / __builtin_sqrt(total), scale};
     sum = reduce<C, 1>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
             t.a = first_term<kRms>(load<C>(s + i, step), t.a);
           }).a;
@@ -115,8 +117,8 @@ void norm_fwd_typed(const NormFwdParams& p, int64_t begin, int64_t end) {
       sum_rows.done();
     }
 
-    const RowStatistics stats = row_statistics<C, kRms>(s, sum, n, p.eps);
-    if (p.mean != nullptr) static_cast<C*>(p.mean)[row] = C(stats.mean / stats.scale);
+    const RowStatistics<C> stats = row_statistics<C, kRms>(s, sum, n, p.eps);
+    if (p.mean != nullptr) static_cast<C*>(p.mean)[row] = C((double(stats.center) + stats.correction) / stats.scale);
     if (p.rstd != nullptr) static_cast<C*>(p.rstd)[row] = C(stats.rstd * stats.scale);
 
     T* y = y_rows.row();
@@ -126,9 +128,8 @@ void norm_fwd_typed(const NormFwdParams& p, int64_t begin, int64_t end) {
         store(y + i, load<C>(s + i, step) * rstd * load<C>(weight + i, step), step);
       });
     } else {
-      const C near_mean = C(stats.mean);
-      const Vec<C> center = splat(near_mean);
-      const Vec<C> shift = splat(C((double(near_mean) - stats.mean) * stats.rstd));
+      const Vec<C> center = splat(stats.center);
+      const Vec<C> shift = splat(C(-stats.correction * stats.rstd));
       for_lanes(n, [&](int64_t i, auto step) AK_LAMBDA {
         const Vec<C> h = fma(load<C>(s + i, step) - center, rstd, shift);
         store(y + i, fma(h, load<C>(weight + i, step), load<C>(bias + i, step)), step);

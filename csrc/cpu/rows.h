@@ -205,7 +205,7 @@ class RowReader {
  public:
   RowReader(const RowsIn& in, int64_t cols, int64_t begin, int64_t end)
       : in_(in), cols_(cols), size_(dtype_size(in.dtype)), cursor_(in.rows, begin), row_(begin), end_(end),
-        strided_(in.col_stride != 1 && cols > 1), converts_(!same_type(in.dtype)) {
+        packed_end_(begin), strided_(in.col_stride != 1 && cols > 1), converts_(!same_type(in.dtype)) {
     if (in.data == nullptr) return;
     if (strided_) {
       stride_ = block_stride(cols, size_);
@@ -251,9 +251,9 @@ class RowReader {
   const RowsIn& in_;
   int64_t cols_, size_;
   RowCursor cursor_;
-  int64_t row_, end_;
+  int64_t row_, end_, packed_begin_ = -1, packed_end_;
   bool strided_, converts_;
-  int64_t stride_ = 0, packed_begin_ = -1, packed_end_;
+  int64_t stride_ = 0;
   char* packed_ = nullptr;
   T* converted_ = nullptr;
   Scratch packed_scratch_, converted_scratch_;

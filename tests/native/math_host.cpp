@@ -27,8 +27,4 @@ void ak_exp(const float* x, float* y, int64_t n) {
   for (int64_t i = 0; i < n; ++i) y[i] = exp_fp32(x[i]);
 }
 
-void ak_normal_cdf(const float* x, float* y, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) y[i] = normal_cdf(x[i]);
-}
-
 }  // extern "C"
