@@ -85,7 +85,9 @@ GemmProblem describe(const GemmParams& p, const Device& device) {
 
 #if AMPKERNELS_GEMM_SM90
 bool takes_sm90(const GemmParams& p, const Device& device) {
-  return forced_path.load(std::memory_order_relaxed) != Path::kSm80 && device.arch == 90 && gemm_sm90_supports(p);
+  const Path path = forced_path.load(std::memory_order_relaxed);
+  const bool wanted = path == Path::kAuto ? gemm_prefers_sm90(describe(p, device)) : path == Path::kSm90;
+  return wanted && device.arch == 90 && gemm_sm90_supports(p);
 }
 #endif
 
@@ -203,7 +205,7 @@ Status launch_gemm(const GemmParams& params, cudaStream_t stream) {
   GemmParams p = params;
   const Device device = current_device();
   const GemmPlan plan = gemm_plan(describe(p, device));
-  if ((plan.pack_a || plan.pack_b || plan.split > 1) && p.workspace == nullptr) return {"gemm: workspace missing"};
+  if ((plan.pack_a || plan.pack_b) && p.workspace == nullptr) return {"gemm: packing needs its workspace"};
   char* workspace = static_cast<char*>(p.workspace);
   if (plan.pack_a)
     if (const Status s = pack(p.a, p.m, p.k, &workspace, stream); !s.ok()) return s;
@@ -214,6 +216,7 @@ Status launch_gemm(const GemmParams& params, cudaStream_t stream) {
   if (takes_sm90(p, device)) return launch_gemm_sm90(p, stream);
 #endif
   if (forced_path.load(std::memory_order_relaxed) == Path::kSm90) return {"gemm: the sm90 path does not take this"};
+  if (plan.split > 1 && p.workspace == nullptr) return {"gemm: a split of K needs its workspace"};
 
   const bool bf16 = p.dtype == DType::kBFloat16;
   const bool half_acc = p.accumulate.dtype == DType::kFloat16;

@@ -91,6 +91,12 @@ inline bool gemm_operand_aligned(const GemmOperand& x, int64_t outer, int64_t k,
          gemm_operand_packable(x, outer, halves);
 }
 
+// Whether the WGMMA kernel of gemm_sm90.cuh, where it supports the problem, is the faster one. Its tiles have 64 rows
+// or more and it does not split K: at m <= 64 the time is that of reading B, which takes more CTAs than it has tiles.
+inline bool gemm_prefers_sm90(const GemmProblem& p) {
+  return p.arch == 90 && p.m > 64;
+}
+
 // Whether to copy unaligned operands, before anything else is planned (the copy suits every kernel). The copy moves 4
 // bytes an element; the products of an element with 256 others take longer than that.
 inline void gemm_plan_packing(const GemmProblem& p, GemmPlan& plan) {
@@ -160,8 +166,9 @@ inline GemmPlan gemm_plan(const GemmProblem& p) {
 }
 
 inline std::ostream& operator<<(std::ostream& out, const GemmPlan& plan) {
-  out << "gemm " << plan.kernel << ' ' << plan.tile_m << 'x' << plan.tile_n << 'x' << plan.tile_k << ", " << plan.stages
-      << " stages, " << plan.warps << " warps";
+  out << "gemm " << plan.kernel << ' ' << plan.tile_m << 'x' << plan.tile_n << 'x' << plan.tile_k << ", ";
+  if (plan.stages > 0) out << plan.stages << " stages, ";
+  out << plan.warps << " warps";
   if (plan.cluster > 1) out << ", cluster " << plan.cluster;
   if (plan.pack_a) out << ", A packed";
   if (plan.pack_b) out << ", B packed";
