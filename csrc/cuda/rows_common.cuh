@@ -105,6 +105,14 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
       : "memory");
 #endif
 }
+// `bytes` (a multiple of 16) into shared memory, counted on `barrier`.
+__device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, int bytes, uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+               "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+#endif
+}
 // Writes `value` to the address `local` has in CTA `rank` of the cluster, and counts its bytes on that CTA's `barrier`: no
 // fence, where a release on the cluster barrier would wait for every global store in flight.
 template <typename C>
@@ -158,28 +166,58 @@ __device__ __forceinline__ void store_unit(char* p, const uint32_t* w) {
 
 // ------------------------------------------------------------------------------------------------------------- arithmetic
 
-// 2^t, at most 2 units in the last place of fp32 off; subnormal results are kept.
+// 2^t, at most 2 units in the last place of fp32 off. kFlush: subnormal results become 0, two instructions less.
+template <bool kFlush>
 __device__ __forceinline__ float exp2_fp32(float t) {
   float e;
-  asm("ex2.approx.f32 %0, %1;" : "=f"(e) : "f"(t));
+  if constexpr (kFlush)
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(t));
+  else
+    asm("ex2.approx.f32 %0, %1;" : "=f"(e) : "f"(t));
   return e;
 }
 
-// e^d for the softmax of a row of dtype T, d <= 0. The rounding of d * log2(e) costs |d| 2^-24 of the result: nothing in a
-// 16-bit output, taken back to first order for fp32 rows.
-template <typename T>
-__device__ __forceinline__ compute_t<T> exp_of(compute_t<T> d) {
-  if constexpr (sizeof(T) == 8) {
-    return exp(d);
+// e^d, d <= 0. The rounding of d * log2(e), which costs |d| 2^-24 of the result, is taken back to first order.
+__device__ __forceinline__ float exp_of(float d) {
+  const float t = d * 1.44269504f;
+  const float lost = fmaf(d, 1.92596299e-8f, fmaf(d, 1.44269504f, -t));
+  const float e = exp2_fp32<false>(t);
+  return d < -110.0f ? e : fmaf(e * lost, 0.693147181f, e);  // past the range: e is 0, and `lost` may be inf
+}
+__device__ __forceinline__ double exp_of(double d) { return exp(d); }
+
+// e^(s - max) over a row. Results of 16 bits take one fma: 2^(s log2(e) - max log2(e)), where the rounding of max log2(e)
+// is common to the row and cancels in the quotient, unless max is so large that it would overflow.
+template <typename C>
+struct RowExp {
+  C max, offset;
+  bool huge;
+  __device__ __forceinline__ explicit RowExp(C largest) : max(largest), offset(-largest * C(1.44269504)) {
+    huge = fabs(largest) > C(1e38) && fabs(largest) < C(INFINITY);
+  }
+  __device__ __forceinline__ C precise(C s) const { return exp_of(s - max); }
+  __device__ __forceinline__ C coarse(C s) const { return exp2_fp32<true>(fmaf(s, 1.44269504f, offset)); }
+  __device__ __forceinline__ C coarse_huge(C s) const { return exp2_fp32<true>((s - max) * 1.44269504f); }
+};
+
+// Replaces the scores of a row by their exponentials.
+template <int K, int V>
+__device__ __forceinline__ void exponentials(const RowExp<float>& row, bool precise, float (&s)[K][V]) {
+  if (precise) {
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+      for (int e = 0; e < V; ++e) s[k][e] = row.precise(s[k][e]);
+  } else if (row.huge) {
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+      for (int e = 0; e < V; ++e) s[k][e] = row.coarse_huge(s[k][e]);
   } else {
-    const float t = d * 1.44269504f;
-    if constexpr (sizeof(T) == 2) {
-      return exp2_fp32(t);
-    } else {
-      const float lost = fmaf(d, 1.92596299e-8f, fmaf(d, 1.44269504f, -t));
-      const float e = exp2_fp32(t);
-      return d < -110.0f ? e : fmaf(e * lost, 0.693147181f, e);  // past the range: e is 0, and `lost` may be inf
-    }
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+      for (int e = 0; e < V; ++e) s[k][e] = row.coarse(s[k][e]);
   }
 }
 
@@ -574,7 +612,11 @@ struct TeamShape {
   int lanes;         // per CTA and row
   int rows_per_cta;
   int cluster;
+  double inverse;  // 1 / cols
 };
+inline TeamShape team_shape(const RowsPlan& plan, int64_t cols) {
+  return {plan.lanes, plan.rows_per_cta, plan.cluster, 1.0 / double(cols)};
+}
 
 // Shared memory of the reductions, used in turn (ping-pong): a lane that is still reading the last result cannot be
 // overtaken by the writes of the next.
@@ -589,7 +631,7 @@ struct TeamScratch {
 template <typename C>
 struct Team {
   int lanes, lane, slot, cluster, rank;
-  int warps, width;  // warps of the row over the cluster, and the lanes that combine them
+  int warps;  // of the row, over the cluster
   int round = 0;
   TeamScratch<C>& scratch;
 
@@ -605,7 +647,6 @@ struct Team {
       warps = (lanes >> 5) * cluster;
     }
     rank = 0;
-    width = warps > 32 ? 32 : warps > 1 ? 1 << (32 - __clz(warps - 1)) : 1;
     if (cluster > 1) {
       rank = cluster_rank();
       if (threadIdx.x == 0) {
@@ -627,10 +668,14 @@ struct Team {
   template <int N, typename Op>
   __device__ __forceinline__ void reduce(C (&v)[N], Op op, C identity) {
     static_assert(N <= 2);
+    if (lanes >= 32) {
+      butterfly<16>(v, op);
+    } else {
 #pragma unroll 1
-    for (int o = min(lanes, 32) >> 1; o > 0; o >>= 1)
+      for (int o = lanes >> 1; o > 0; o >>= 1)
 #pragma unroll
-      for (int n = 0; n < N; ++n) v[n] = op(v[n], __shfl_xor_sync(0xffffffffu, v[n], o));
+        for (int n = 0; n < N; ++n) v[n] = op(v[n], __shfl_xor_sync(0xffffffffu, v[n], o));
+    }
     if (lanes <= 32) return;
     const int phase = round & 1, base = slot * (lanes >> 5), l = lane & 31;
     const int warp = base + rank * (lanes >> 5) + (lane >> 5);
@@ -639,6 +684,10 @@ struct Team {
 #pragma unroll
         for (int n = 0; n < N; ++n) scratch.values[phase][n][warp] = v[n];
       named_barrier(slot + 1, lanes);
+      const int mine = l & 15;
+#pragma unroll
+      for (int n = 0; n < N; ++n) v[n] = mine < warps ? scratch.values[phase][n][base + mine] : identity;
+      butterfly<8>(v, op);
     } else {
       if (round == 0) cluster_wait();
       uint64_t* const barrier = &scratch.barriers[phase];
@@ -647,17 +696,21 @@ struct Team {
 #pragma unroll
         for (int n = 0; n < N; ++n) store_remote_shared(&scratch.values[phase][n][warp], barrier, l, v[n]);
       mbarrier_wait(barrier, round >> 1 & 1);
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        v[n] = identity;
+#pragma unroll 1
+        for (int i = l; i < warps; i += 32) v[n] = op(v[n], scratch.values[phase][n][i]);
+      }
+      butterfly<16>(v, op);
     }
     ++round;
-    const int mine = l & (width - 1);
+  }
+
+  template <int kFirst, int N, typename Op>
+  static __device__ __forceinline__ void butterfly(C (&v)[N], Op op) {
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
-      v[n] = mine < warps ? scratch.values[phase][n][base + mine] : identity;
-#pragma unroll 1
-      for (int i = mine + 32; i < warps; i += 32) v[n] = op(v[n], scratch.values[phase][n][i]);
-    }
-#pragma unroll 1
-    for (int o = width >> 1; o > 0; o >>= 1)
+    for (int o = kFirst; o > 0; o /= 2)
 #pragma unroll
       for (int n = 0; n < N; ++n) v[n] = op(v[n], __shfl_xor_sync(0xffffffffu, v[n], o));
   }

@@ -21,9 +21,9 @@ template <typename C>
 __device__ __forceinline__ C term(C y, C dy, bool log) {
   return log ? dy : y * dy;
 }
-template <typename T, typename C>
+template <typename C>
 __device__ __forceinline__ C gradient(C y, C dy, C sum, C scale, bool log) {
-  return log ? fma(-exp_of<T>(y), sum, dy) * scale : y * (dy - sum) * scale;
+  return log ? fma(-exp_of(y), sum, dy) * scale : y * (dy - sum) * scale;
 }
 
 // Rows on 16 bytes, of whole vectors: the common case, and few instructions beside the arithmetic.
@@ -52,12 +52,13 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 2)
     C a[V], b[V];
     y.get(k, a);
     dy.get(k, b);
-    const int count = limit - (first + k * step) * V;
 #pragma unroll
     for (int e = 0; e < V; ++e) a[e] = term(a[e], b[e], p.log);
-    if (count < V)
+    if (p.causal) {
+      const int count = limit - (first + k * step) * V;
 #pragma unroll
       for (int e = 0; e < V; ++e) a[e] = e < count ? a[e] : C(0);
+    }
     sum[0] += tree(a, Sum{});
   }
   team.reduce(sum, Sum{}, C(0));
@@ -69,11 +70,12 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 2)
                            y.get(k, a);
                            dy.get(k, b);
 #pragma unroll
-                           for (int e = 0; e < V; ++e) a[e] = gradient<T>(a[e], b[e], sum[0], C(p.scale), p.log);
-                           const int count = limit - (first + k * step) * V;
-                           if (count < V)
+                           for (int e = 0; e < V; ++e) a[e] = gradient(a[e], b[e], sum[0], C(p.scale), p.log);
+                           if (p.causal) {
+                             const int count = limit - (first + k * step) * V;
 #pragma unroll
                              for (int e = 0; e < V; ++e) a[e] = e < count ? a[e] : C(0);
+                           }
                            out.round_from(a);
                          });
 }
@@ -117,7 +119,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
         y.get(k, a);
         dy.get(k, b);
 #pragma unroll
-        for (int e = 0; e < V; ++e) dx[e] = gradient<T>(a[e], b[e], sum[0], C(p.scale), p.log);
+        for (int e = 0; e < V; ++e) dx[e] = gradient(a[e], b[e], sum[0], C(p.scale), p.log);
         if (p.causal || p.log)  // padding is 0, and e^0 is not
 #pragma unroll
           for (int e = 0; e < V; ++e) dx[e] = (first + k * step) * V + e < limit ? dx[e] : C(0);
@@ -180,7 +182,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads)
       y.get(k, a);
 #pragma unroll
       for (int e = 0; e < V; ++e)
-        dy[k][e] = (lane + k * step) * V + e < limit ? gradient<T>(a[e], dy[k][e], sum[0], C(p.scale), p.log) : C(0);
+        dy[k][e] = (lane + k * step) * V + e < limit ? gradient(a[e], dy[k][e], sum[0], C(p.scale), p.log) : C(0);
     }
     store_vectors<T>(row_pointer(p.dx, row, begin), p.dx.dtype, p.dx.col_stride, lane, step,
                      active ? int(min(p.cols - begin, int64_t(tile))) : 0, lane, step, dy);
@@ -248,7 +250,7 @@ __global__ void __launch_bounds__(32 * kColumnsMaxWarps)
     }
 #pragma unroll
     for (int e = 0; e < E; ++e)
-      dy[e] = begin + warp + e * warps < kept ? gradient<T>(y[e], dy[e], total, C(p.scale), p.log) : C(0);
+      dy[e] = begin + warp + e * warps < kept ? gradient(y[e], dy[e], total, C(p.scale), p.log) : C(0);
     const auto store = [&]<typename O>() {
       O* q = reinterpret_cast<O*>(dx) + (begin + warp) * p.dx.col_stride;
 #pragma unroll
@@ -279,7 +281,7 @@ Status launch_softmax_bwd(const SoftmaxBwdParams& p, cudaStream_t stream) {
   if (!device) return status;
   const RowsPlan plan =
       plan_rows(RowsOp::kSoftmaxBwd, p.cols, p.y.dtype, p.dy.dtype, layout_of(p.cols, p.y), device->arch);
-  const TeamShape shape{plan.lanes, plan.rows_per_cta, plan.cluster};
+  const TeamShape shape = team_shape(plan, p.cols);
   const int64_t ctas = (p.rows + plan.rows_per_cta - 1) / plan.rows_per_cta;
   return dispatch_row_dtype(p.y.dtype, [&]<typename T>() -> Status {
     if (plan.tier == RowsTier::kColumns)
