@@ -5,6 +5,7 @@
 // ATen is called by its `out=` overloads: autocast does not wrap those, so what Python has decided stays decided.
 #include <dlfcn.h>
 
+#include "cpu/emulate.h"
 #include "cpu/kernels.h"
 #include "torch_api.h"
 
@@ -148,12 +149,12 @@ LinearResult linear_by_library(const Tensor& input, const Tensor& weight, const 
                                bool gated, ScalarType out_dtype, bool save_pre) {
   const ScalarType dtype = input.scalar_type();
   const int64_t m = input.size(0), n = weight.size(0);
-  // A wider output than the operands: the operands are widened (exact), so that nothing is rounded on the way.
-  if (is_16bit(dtype) && !is_16bit(out_dtype)) {
+  // Another output dtype than the operands': they are widened (exact), so that nothing is rounded on the way.
+  if (is_16bit(dtype) && out_dtype != dtype) {
     auto r =
         linear_by_library(torch::stable::to(input, ScalarType::Float), torch::stable::to(weight, ScalarType::Float),
                           bias, activation, gated, out_dtype, save_pre);
-    if (save_pre) r.pre = torch::stable::to(r.pre, dtype);
+    r.pre = save_pre ? torch::stable::to(r.pre, dtype) : not_wanted(input, dtype);
     return r;
   }
   const bool by_onednn =
@@ -175,7 +176,6 @@ LinearResult linear_by_library(const Tensor& input, const Tensor& weight, const 
 // -----------------------------------------------------------------------------------------------------------------
 // GEMM
 
-#if defined(AMPKERNELS_WITH_CUDA)
 // Element (outer, k) of a 2-D tensor; a copy only where neither stride is 1.
 GemmOperand gemm_operand(const Tensor& t, int64_t outer_dim, Holder& holder) {
   const int64_t k_dim = 1 - outer_dim;
@@ -190,11 +190,24 @@ GemmOperand gemm_operand(const Tensor& t, int64_t outer_dim, Holder& holder) {
   return operand;
 }
 
+// Blocks of 64 rows: what the emulation packs B for once.
+void emulate(const GemmParams& p, int arch) {
+  torch::stable::parallel_for(0, (p.m + 63) / 64, 1, [&](int64_t begin, int64_t end) {
+    cpu::emulate_gemm(p, arch, begin * 64, end * 64 < p.m ? end * 64 : p.m);
+  });
+}
+
 void run_gemm(GemmParams& p, const Tensor& on, const char* op) {
-  const CudaScope scope(on);
-  const Tensor scratch = workspace(on, cuda::gemm_workspace_bytes(p));
-  p.workspace = scratch.mutable_data_ptr();
-  check_status(cuda::launch_gemm(p, scope.stream()), op);
+#if defined(AMPKERNELS_WITH_CUDA)
+  if (on.is_cuda()) {
+    const CudaScope scope(on);
+    const Tensor scratch = workspace(on, cuda::gemm_workspace_bytes(p));
+    p.workspace = scratch.mutable_data_ptr();
+    return check_status(cuda::launch_gemm(p, scope.stream()), op);
+  }
+#endif
+  (void)on, (void)op;
+  emulate(p, 90);
 }
 
 GemmParams gemm_params(int64_t m, int64_t n, int64_t k, ScalarType dtype, ScalarType acc, int64_t chunk) {
@@ -212,16 +225,17 @@ void set_output(GemmParams& p, const Tensor& d) {
   p.d_dtype = dtype_of_tensor(d, "linear");
   p.ldd = d.stride(0);
 }
-#endif
 
-// True where our tensor-core GEMM computes the product.
-bool by_gemm(const Tensor& a, int64_t m, int64_t n, int64_t k) {
+// True where the tensor core's sums are wanted: on CUDA from our GEMM; on the CPU, under a policy that names them, from
+// its emulation.
+bool by_gemm(const Tensor& a, ScalarType acc, int64_t chunk, int64_t m, int64_t n, int64_t k) {
+  const bool named = chunk > 0 || acc == ScalarType::Half;
 #if defined(AMPKERNELS_WITH_CUDA)
-  return a.is_cuda() && is_16bit(a.scalar_type()) && m > 0 && n > 0 && k > 0;
+  const bool here = a.is_cuda() || named;
 #else
-  (void)a, (void)m, (void)n, (void)k;
-  return false;
+  const bool here = named;
 #endif
+  return here && is_16bit(a.scalar_type()) && m > 0 && n > 0 && k > 0;
 }
 
 // --------------------------------------------------------------------------------------------------------------
@@ -230,8 +244,7 @@ bool by_gemm(const Tensor& a, int64_t m, int64_t n, int64_t k) {
 std::tuple<Tensor, Tensor> forward(const Tensor& input, const Tensor& weight, const OptTensor& bias, int64_t activation,
                                    bool gated, ScalarType acc, int64_t chunk, ScalarType out_dtype, bool save_pre) {
   const int64_t m = input.size(0), n = weight.size(0), k = input.size(1);
-#if defined(AMPKERNELS_WITH_CUDA)
-  if (by_gemm(input, m, n, k)) {
+  if (by_gemm(input, acc, chunk, m, n, k)) {
     const ScalarType dtype = input.scalar_type();
     Tensor output = empty_contiguous(input, out_dtype, {m, gated ? n / 2 : n});
     Tensor pre = save_pre ? empty_contiguous(input, dtype, {m, n}) : not_wanted(input, dtype);
@@ -250,7 +263,6 @@ std::tuple<Tensor, Tensor> forward(const Tensor& input, const Tensor& weight, co
     run_gemm(p, input, gated ? "gated_linear" : "linear");
     return {output, pre};
   }
-#endif
   auto r = linear_by_library(input, weight, bias, Activation(activation), gated, out_dtype, save_pre);
   return {std::move(r.output), std::move(r.pre)};
 }
@@ -271,6 +283,10 @@ std::tuple<Tensor, Tensor> gated_linear_fwd(const Tensor& input, const Tensor& w
 
 std::tuple<Tensor, Tensor> act_bwd(const Tensor& dy, const OptTensor& saved, Activation activation, bool gated,
                                    bool saved_is_output, OptDtype dpre_dtype, OptDtype dbias_dtype) {
+  // The kernels compute in fp64 for fp64 dy: a fp64 layer with a narrower output gets a wider dy.
+  if (saved && saved->scalar_type() == ScalarType::Double && dy.scalar_type() != ScalarType::Double)
+    return act_bwd(torch::stable::to(dy, ScalarType::Double), saved, activation, gated, saved_is_output, dpre_dtype,
+                   dbias_dtype);
   const int64_t m = dy.size(0), n = gated ? 2 * dy.size(1) : dy.size(1);
   Tensor dpre = dpre_dtype ? empty_contiguous(dy, *dpre_dtype, {m, n}) : not_wanted(dy, ScalarType::Float);
   Tensor dbias = dbias_dtype ? empty_contiguous(dy, *dbias_dtype, {n}) : not_wanted(dy, ScalarType::Float);
@@ -308,8 +324,7 @@ std::tuple<Tensor, Tensor> linear_dgrad(const Tensor& dpre, const Tensor& weight
                                         ScalarType out_dtype) {
   const int64_t m = dpre.size(0), n = weight.size(1), k = dpre.size(1);
   const ScalarType dtype = dpre.scalar_type();
-#if defined(AMPKERNELS_WITH_CUDA)
-  if (by_gemm(dpre, m, n, k)) {
+  if (by_gemm(dpre, acc, chunk, m, n, k)) {
     Tensor dinput = empty_contiguous(dpre, out_dtype, {m, n});
     Tensor act_out = want_act ? empty_contiguous(dpre, dtype, {m, n}) : not_wanted(dpre, dtype);
     Holder a_holder, b_holder;
@@ -331,7 +346,6 @@ std::tuple<Tensor, Tensor> linear_dgrad(const Tensor& dpre, const Tensor& weight
     run_gemm(p, dpre, "linear backward");
     return {dinput, act_out};
   }
-#endif
   Tensor dinput = empty_contiguous(dpre, dtype, {m, n});
   library_mm(dpre, weight, dinput);
   Tensor act_out = not_wanted(dpre, dtype);
@@ -356,8 +370,7 @@ Tensor linear_wgrad(const Tensor& dpre, const Tensor& input, bool transposed_out
   const Tensor& b = transposed_out ? dpre : input;
   const int64_t m = a.size(1), n = b.size(1), k = a.size(0);
   Tensor dweight = empty_contiguous(dpre, out_dtype, {m, n});
-#if defined(AMPKERNELS_WITH_CUDA)
-  if (by_gemm(dpre, m, n, k)) {
+  if (by_gemm(dpre, acc, chunk, m, n, k)) {
     Holder a_holder, b_holder;
     GemmParams p = gemm_params(m, n, k, dpre.scalar_type(), acc, chunk);
     p.a = gemm_operand(a, 1, a_holder);
@@ -366,7 +379,6 @@ Tensor linear_wgrad(const Tensor& dpre, const Tensor& input, bool transposed_out
     run_gemm(p, dpre, "linear backward");
     return transposed_out ? transposed(dweight) : dweight;
   }
-#endif
   if (out_dtype == dpre.scalar_type()) {
     library_mm(transposed(a), b, dweight);
   } else {
@@ -375,6 +387,24 @@ Tensor linear_wgrad(const Tensor& dpre, const Tensor& input, bool transposed_out
     dweight = torch::stable::to(product, out_dtype);
   }
   return transposed_out ? transposed(dweight) : dweight;
+}
+
+// The bits of `arch` (80, 90) on the CPU, under any policy.
+Tensor emulate_linear(const Tensor& input, const Tensor& weight, OptTensor bias, int64_t activation, bool gated,
+                      ScalarType acc, int64_t chunk, ScalarType out_dtype, int64_t arch) {
+  const int64_t m = input.size(0), n = weight.size(0), k = input.size(1);
+  Tensor output = empty_contiguous(input, out_dtype, {m, gated ? n / 2 : n});
+  if (m == 0 || n == 0) return output;
+  Holder a_holder, b_holder;
+  GemmParams p = gemm_params(m, n, k, input.scalar_type(), acc, chunk);
+  p.a = gemm_operand(input, 0, a_holder);
+  p.b = gemm_operand(weight, 0, b_holder);
+  p.kind = gated ? EpilogueKind::kGated : EpilogueKind::kLinear;
+  p.activation = Activation(activation);
+  if (bias) p.bias = vector_in(*bias, "emulate_linear");
+  set_output(p, output);
+  emulate(p, int(arch));
+  return output;
 }
 
 }  // namespace
@@ -389,6 +419,7 @@ Tensor linear_wgrad(const Tensor& dpre, const Tensor& input, bool transposed_out
 
 STABLE_TORCH_LIBRARY_IMPL(ampkernels, CPU, m) {
   AK_REGISTER_LINEAR(m);
+  m.impl("emulate_linear", TORCH_BOX(&emulate_linear));
 }
 #if defined(AMPKERNELS_WITH_CUDA)
 STABLE_TORCH_LIBRARY_IMPL(ampkernels, CUDA, m) {
