@@ -92,16 +92,18 @@ class MapCache {
   uint64_t clock_ = 0;
 };
 
-bool tma_can_address(const void* data, int64_t ld, int64_t rows) {
-  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && (rows == 1 || (ld > 0 && ld % 8 == 0 && ld < (int64_t(1) << 38)));
+// Rows of `cols` elements, `ld` apart: 16-byte aligned, not overlapping.
+bool tma_can_address(const void* data, int64_t ld, int64_t rows, int64_t cols) {
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0 &&
+         (rows == 1 || (ld >= cols && ld % 8 == 0 && ld < (int64_t(1) << 38)));
 }
 
 enum class Major { kNone, kK, kMn };
 
 // How TMA can read an operand of `outer` rows and `k` columns.
 Major major_of(const GemmOperand& o, int64_t outer, int64_t k) {
-  if ((o.stride_k == 1 || k == 1) && tma_can_address(o.data, o.stride_outer, outer)) return Major::kK;
-  if ((o.stride_outer == 1 || outer == 1) && tma_can_address(o.data, o.stride_k, k)) return Major::kMn;
+  if ((o.stride_k == 1 || k == 1) && tma_can_address(o.data, o.stride_outer, outer, k)) return Major::kK;
+  if ((o.stride_outer == 1 || outer == 1) && tma_can_address(o.data, o.stride_k, k, outer)) return Major::kMn;
   return Major::kNone;
 }
 
@@ -115,7 +117,7 @@ bool operand_map(MapCache& cache, const GemmOperand& o, int64_t outer, int64_t k
 bool output(MapCache& cache, void* data, int64_t ld, int64_t rows, int64_t cols, int panel, bool half, Out90* out) {
   out->data = data;
   out->ld = ld;
-  out->tma = data != nullptr && tma_can_address(data, ld, rows);
+  out->tma = data != nullptr && tma_can_address(data, ld, rows, cols);
   return !out->tma || cache.get(MapKey{data, cols, rows, ld, panel, 64, half, panel == 32}, &out->map);
 }
 
@@ -196,7 +198,14 @@ bool gemm_sm90_supports(const GemmParams& p) {
   return false;
 }
 
-size_t gemm_sm90_workspace_bytes(const GemmParams&) { return 0; }
+int gemm_sm90_splits(const GemmParams& p) {
+  return plan_gemm_sm90(p, multiprocessors(device_of_this_thread())).splits;
+}
+
+size_t gemm_sm90_workspace_bytes(const GemmParams& p) {
+  const int splits = gemm_sm90_splits(p);
+  return splits > 1 ? size_t(splits) * size_t(p.m) * size_t(p.n) * sizeof(float) : 0;
+}
 
 Status launch_gemm_sm90(const GemmParams& p, cudaStream_t stream) {
   return launch_gemm_sm90(p, plan_gemm_sm90(p, multiprocessors(device_of_this_thread())), stream);
@@ -248,7 +257,7 @@ Status launch_gemm_sm90(const GemmParams& p, const GemmSm90Plan& plan, cudaStrea
     mapped = mapped && output(cache, p.act_out, p.ldact_out, p.m, p.n, kernel.panel, half, &args.act_out);
   }
   args.d_slot = (p.pre != nullptr ? (gated ? 2 : 1) : 0) + (p.act_out != nullptr ? 1 : 0);
-  args.buffered = args.d.tma || args.pre.tma || args.pre_up.tma || args.act_out.tma;
+  args.buffered = plan.splits == 1 && (args.d.tma || args.pre.tma || args.pre_up.tma || args.act_out.tma);
   if (!mapped) return {"gemm: encoding a tensor map failed", 0};
 
   Schedule90& s = args.schedule;
@@ -261,10 +270,15 @@ Status launch_gemm_sm90(const GemmParams& p, const GemmSm90Plan& plan, cudaStrea
   s.group = plan.group;
   s.group_along_n = plan.group_along_n;
   s.k_blocks = int32_t((p.k + 63) / 64);
-  s.blocks_per_split = s.k_blocks;
+  s.blocks_per_split = (s.k_blocks + plan.splits - 1) / plan.splits;
   s.chunk_blocks = p.accumulate.chunk > 0 ? int32_t(std::min<int64_t>((p.accumulate.chunk + 63) / 64, s.k_blocks)) : s.k_blocks;
   s.items_per_split = s.items_m * s.items_n;
-  s.items = s.items_per_split;
+  s.items = s.items_per_split * ((s.k_blocks + s.blocks_per_split - 1) / s.blocks_per_split);
+  if (plan.splits > 1) {
+    if (p.workspace == nullptr) return {"gemm: a split of K needs its workspace", 0};
+    if (s.items != s.items_per_split * plan.splits) return {"gemm: a split of K without any k", 0};
+    args.partials = static_cast<float*>(p.workspace);
+  }
 
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(unsigned(std::min(multiprocessors(device), s.items)));
@@ -286,6 +300,7 @@ Status launch_gemm_sm90(const GemmParams& p, const GemmSm90Plan& plan, cudaStrea
     }
     config.gridDim = dim3(unsigned(std::min(clusters, s.items) * 2));
   }
+  s.step = int32_t(config.gridDim.x) / (s.share == Share::kNone ? 1 : 2);
   void* arguments[1] = {&args};
   const cudaError_t error = cudaLaunchKernelExC(&config, kernel.function, arguments);
   if (error != cudaSuccess) return {"gemm: the launch failed", int(error)};

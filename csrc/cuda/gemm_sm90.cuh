@@ -54,7 +54,9 @@ struct Config {
   // as the registers beside the accumulators (and the part of a chunk) can hold.
   static constexpr bool kLean = kFragments * kAccumulators > 128 || kChain != Chain::kFp32;
   static constexpr int kPanel = kOutN % 64 != 0 || kChain != Chain::kFp32 || (kGated && kFragments == 1) ? 32 : 64;
-  static constexpr int kWidest = kKind == EpilogueKind::kLinear ? (kLean ? 32 : 64) : (kLean ? 16 : 32);
+  static constexpr int kWidest = kKind == EpilogueKind::kActGrad || kChain != Chain::kFp32 ? 16
+                                 : kGated                                              ? (kLean ? 16 : 32)
+                                                                                       : (kLean || kMnMajorB ? 32 : 64);
   static constexpr int kStrip = kWidest < kPanel ? kWidest : kPanel;
   static constexpr int kPanels = kOutN / kPanel;
   static constexpr int kStripsAcross = kPanel / kStrip;  // a panel, one fragment's rows
@@ -65,8 +67,8 @@ struct Config {
   // Cooperative warpgroups take turns of kTurnBlocks at the tensor cores, so that they do not finish together and one's
   // promotion or epilogue runs under the other's products.
   static constexpr bool kTurns = !kPingpong && kTurns_;
-    static constexpr int kProducerRegisters = kLean ? 24 : 40;
-  static constexpr int kConsumerRegisters = kLean ? 240 : 232;
+    static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = 240;
 
   static constexpr int kBytesA = kBlockM * kBlockK * 2, kBytesB = kBlockN * kBlockK * 2;
   static constexpr int kStageBytes = kBytesA + kBytesB;
@@ -137,13 +139,13 @@ __device__ __forceinline__ void widen_pair(uint32_t pair, float& low, float& hig
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// A CTA's walk through the items: its place in its cluster, its first item, and the distance to the next.
+// A CTA's place in its cluster and its first item; the next one is schedule.step further.
 struct Walk {
-  int rank, first, step;
+  int rank, first;
 };
 __device__ __forceinline__ Walk walk_of(const Schedule90& s) {
-  if (s.share == Share::kNone) return {0, int(blockIdx.x), int(gridDim.x)};
-  return {int(ptx::cluster_rank()), int(blockIdx.x / 2), int(gridDim.x / 2)};
+  if (s.share == Share::kNone) return {0, int(blockIdx.x)};
+  return {int(ptx::cluster_rank()), int(blockIdx.x / 2)};
 }
 
 // Loads an operand's tile of kRows rows, 64 k from k on: the first half from `row`, the second from `second_row` (which
@@ -169,10 +171,10 @@ __device__ __forceinline__ void load_tile(const CUtensorMap* map, uint32_t smem,
 template <class C>
 __device__ __forceinline__ void produce(const Args90& args, uint32_t smem) {
   const Schedule90& s = args.schedule;
-  const auto [rank, first, step] = walk_of(s);
+  const auto [rank, first] = walk_of(s);
   int stage = 0;
   uint32_t phase = 1;  // a fresh barrier counts as "the phase before the first has ended"
-  for (int work = first; work < s.items; work += step) {
+  for (int work = first; work < s.items; work += s.step) {
     const TileIndex tile = tile_of(s, work, rank);
     const int row_a = tile.m * C::kBlockM, row_b = tile.n * C::kOutN;
     const int second_b = C::kGated ? args.n_out + row_b : row_b + C::kBlockN / 2;
@@ -216,8 +218,7 @@ struct Ring {
     stage %= C::kStages;
   }
   __device__ __forceinline__ void release_held() {
-    if (held < 0) return;
-    if (threadIdx.x % 32 == 0) {
+    if (held >= 0 && threadIdx.x % 32 == 0) {
       const uint32_t empty = smem + C::kOffsetEmpty + held * 8;
       ptx::mbarrier_arrive(empty);
       if (shared) ptx::mbarrier_arrive_cluster(empty, rank ^ 1);
@@ -485,6 +486,29 @@ struct Epilogue {
     }
   }
 
+  // Four values go through an activation together: a warp of the epilogue is alone on its scheduler (math.h, Lanes).
+  template <Activation A>
+  __device__ __forceinline__ static void activate(float (&v)[kValues]) {
+#pragma unroll
+    for (int i = 0; i < kValues; i += 4) {
+      const Lanes<4> y = activation<A>(Lanes<4>{v[i], v[i + 1], v[i + 2], v[i + 3]});
+#pragma unroll
+      for (int l = 0; l < 4; ++l) v[i + l] = y.v[l];
+    }
+  }
+  template <Activation A>
+  __device__ __forceinline__ static void multiply_by_slope(float (&v)[kValues], const uint32_t (&saved)[kValues / 2]) {
+#pragma unroll
+    for (int i = 0; i < kValues; i += 4) {
+      Lanes<4> x;
+      widen_pair<T>(saved[i / 2], x.v[0], x.v[1]);
+      widen_pair<T>(saved[i / 2 + 1], x.v[2], x.v[3]);
+      const Lanes<4> slope = activation_grad<A>(x);
+#pragma unroll
+      for (int l = 0; l < 4; ++l) v[i + l] *= slope.v[l];
+    }
+  }
+
   // Strip number `strip` of the tile: panel by panel, in a panel fragment by fragment.
   template <int kStripIndex>
   __device__ __forceinline__ static void take(const Accumulators<C>& acc, float (&v)[kValues], float (&up)[kValues]) {
@@ -546,26 +570,14 @@ struct Epilogue {
           load_pairs(args.saved, saved, row, col);
           if (args.act_out.data != nullptr) {
             float y[kValues];
-            with_activation(args.saved_is_output ? Activation::kNone : args.activation, [&]<Activation A>() {
 #pragma unroll
-              for (int i = 0; i < kValues / 2; ++i) {
-                widen_pair<T>(saved[i], y[2 * i], y[2 * i + 1]);
-                y[2 * i] = activation<A>(y[2 * i]);
-                y[2 * i + 1] = activation<A>(y[2 * i + 1]);
-              }
-            });
+            for (int i = 0; i < kValues / 2; ++i) widen_pair<T>(saved[i], y[2 * i], y[2 * i + 1]);
+            with_activation(args.saved_is_output ? Activation::kNone : args.activation,
+                            [&]<Activation A>() { activate<A>(y); });
             store16(args.act_out, 0, y, fragment, across, row, col);
           }
           take(acc, index, v, up);
-          with_activation(args.activation, [&]<Activation A>() {
-#pragma unroll
-            for (int i = 0; i < kValues / 2; ++i) {
-              float x0, x1;
-              widen_pair<T>(saved[i], x0, x1);
-              v[2 * i] *= activation_grad<A>(x0);
-              v[2 * i + 1] *= activation_grad<A>(x1);
-            }
-          });
+          with_activation(args.activation, [&]<Activation A>() { multiply_by_slope<A>(v, saved); });
         } else if constexpr (C::kGated) {
           add_bias(v, first);
           add_bias(up, C::kBlockN / 2 + first);
@@ -573,18 +585,14 @@ struct Epilogue {
             store16(args.pre, 0, v, fragment, across, row, col);
             store16(args.pre_up, 1, up, fragment, across, row, col);
           }
-          with_activation(args.activation, [&]<Activation A>() {
+          with_activation(args.activation, [&]<Activation A>() { activate<A>(v); });
 #pragma unroll
-            for (int i = 0; i < kValues; ++i) v[i] = activation<A>(v[i]) * up[i];
-          });
+          for (int i = 0; i < kValues; ++i) v[i] *= up[i];
         } else {
           add_bias(v, first);
           if (args.pre.data != nullptr) store16(args.pre, 0, v, fragment, across, row, col);
           if (args.activation != Activation::kNone) {
-            with_activation(args.activation, [&]<Activation A>() {
-#pragma unroll
-              for (int i = 0; i < kValues; ++i) v[i] = activation<A>(v[i]);
-            });
+            with_activation(args.activation, [&]<Activation A>() { activate<A>(v); });
           }
         }
         if (args.d_fp32) {
@@ -618,13 +626,13 @@ struct Epilogue {
 template <class C>
 __device__ __forceinline__ void consume(const Args90& args, uint32_t smem, int group) {
   const Schedule90& s = args.schedule;
-  const auto [rank, first, step] = walk_of(s);
+  const auto [rank, first] = walk_of(s);
   Ring<C> ring{smem, s.share != Share::kNone, rank};
   Turns<C> turns{smem, group, group == 0 ? 1u : 0u};
   Epilogue<C> epilogue{args, smem, group};
 
   if (C::kPingpong && group == 1 && first < s.items) ring.skip(blocks_of(s, first / s.items_per_split));
-  for (int work = C::kPingpong ? first + group * step : first; work < s.items;) {
+  for (int work = C::kPingpong ? first + group * s.step : first; work < s.items;) {
     const TileIndex tile = tile_of(s, work, rank);
     const int blocks = blocks_of(s, tile.split);
     const int row0 = tile.m * C::kBlockM + (C::kPingpong ? 0 : group * C::kRowsPerGroup);
@@ -635,10 +643,10 @@ __device__ __forceinline__ void consume(const Args90& args, uint32_t smem, int g
     multiply<C>(ring, turns, group, blocks, s.chunk_blocks, acc);
     epilogue.run(acc, row0, col0, tile.split);
     if constexpr (C::kPingpong) {
-      if (work + step < s.items) ring.skip(blocks_of(s, (work + step) / s.items_per_split));
-      work += 2 * step;
+      if (work + s.step < s.items) ring.skip(blocks_of(s, (work + s.step) / s.items_per_split));
+      work += 2 * s.step;
     } else {
-      work += step;
+      work += s.step;
     }
   }
   if (epilogue.leader()) ptx::bulk_wait_read<0>();  // shared memory outlives the stores that read it
