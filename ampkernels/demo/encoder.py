@@ -90,7 +90,7 @@ def run(device: torch.device, dtype: torch.dtype, model_name: str | None) -> Out
                 times[name].append(seconds(lambda name=name: call(name), device))  # type: ignore[misc]
                 bar.advance(task)
 
-    table = Table("variant", "time", "sentences/s", "peak memory", "cosine distance from fp32, mean", "max")
+    table = Table("variant", "time", "sentences/s", "peak memory", "distance from fp32: mean", "max")
     exact = outputs["eager fp32"].double()
     for name in variants:
         distance = 1 - (outputs[name].double() * exact).sum(-1)
