@@ -82,7 +82,7 @@ def accumulate(policy: Accumulate | str) -> Iterator[Accumulate]:
         _context.reset(token)
 
 
-def resolve(op: str, argument: Accumulate | str | None, dtype: torch.dtype, device_type: str) -> Accumulate:
+def resolve(op: str, argument: Accumulate | str | None, dtype: torch.dtype) -> Accumulate:
     """The policy in force for a call of `op` that computes in `dtype`; raises if there is no such kernel."""
     policy = _context.get() if argument is None else Accumulate.parse(argument)
     if policy is FP32 or policy == FP32:
@@ -91,13 +91,6 @@ def resolve(op: str, argument: Accumulate | str | None, dtype: torch.dtype, devi
         raise ValueError(
             f"{op}: accumulate must be fp32 for inputs of {dtype}, got {policy}, which takes float16 inputs only"
         )
-    if dtype not in (torch.float16, torch.bfloat16) or device_type != "cpu":
-        _supported(op, policy, device_type)
+    if dtype not in (torch.float16, torch.bfloat16):  # a library's products, whose tree is the library's
+        raise NotImplementedError(f"{op}: accumulate must be 'fp32' for inputs of {dtype}, got '{policy}'")
     return policy
-
-
-def _supported(op: str, policy: Accumulate, device_type: str) -> None:
-    """The one place that says which policies have kernels."""
-    raise NotImplementedError(
-        f"{op}: accumulate must be 'fp32' on {device_type} in this version, got '{policy}', which has no kernel yet"
-    )

@@ -116,7 +116,7 @@ def _affine(
     device = functional._check_tensors(op, ("input", "weight", "bias"), (input, weight, bias))
     getattr(functional, op)(*_shapes(input, weight, bias), activation=activation, out_dtype=out_dtype)
     dtype = autocast.gemm_dtype(device, input.dtype, weight.dtype) or functional._refuse_mix(op, input, weight=weight)
-    policy = resolve(op, accumulate, dtype, device)
+    policy = resolve(op, accumulate, dtype)
     out = out_dtype or dtype
     training = functional._needs_grad(input, weight, bias)
     gated = op == "gated_linear"
@@ -151,7 +151,7 @@ def _mlp(
     dtype = autocast.gemm_dtype(device, input.dtype, w1.dtype, w2.dtype) or functional._refuse_mix(
         "mlp", input, w1=w1, w2=w2
     )
-    policy = resolve("mlp", accumulate, dtype, device)
+    policy = resolve("mlp", accumulate, dtype)
     training = functional._needs_grad(input, w1, b1, w2, b2)
     fused = not (training and activation not in (None, "relu"))
     m = input.numel() // max(input.shape[-1], 1)

@@ -9,7 +9,7 @@ Where nothing needs a gradient the autograd Function is skipped: it costs more t
 
 from __future__ import annotations
 
-import math
+import operator
 from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
@@ -59,13 +59,13 @@ def linear(
         TypeError: for a dtype that is not one of the four, or weight and input differing outside autocast.
         ValueError: for shapes that do not fit, devices that differ or are neither CPU nor CUDA, an unknown activation,
             or fp16 accumulators with inputs that are not fp16.
-        NotImplementedError: for a policy that has no kernel yet.
+        NotImplementedError: for a policy other than fp32 with fp32 or fp64 inputs, whose products are a library's.
     """
     device = _check_tensors("linear", ("input", "weight", "bias"), (input, weight, bias))
     _check_affine("linear", "in", _inner("linear", input), "weight", "out", weight, "bias", bias)
     dtype = autocast.gemm_dtype(device, input.dtype, weight.dtype) or _refuse_mix("linear", input, weight=weight)
     number = _activation("linear", activation)
-    policy = resolve("linear", accumulate, dtype, device)
+    policy = resolve("linear", accumulate, dtype)
     out_dtype = dtype if out_dtype is None else _out_dtype("linear", out_dtype)
     arguments = (input, weight, bias, number, policy.dtype, policy.chunk or 0, dtype, out_dtype)
     if _needs_grad(input, weight, bias):
@@ -104,7 +104,7 @@ def gated_linear(
         raise ValueError(f"gated_linear: weight must have shape (2 F, in) with an even 2 F, got {_shape(weight)}")
     dtype = autocast.gemm_dtype(device, input.dtype, weight.dtype) or _refuse_mix("gated_linear", input, weight=weight)
     number = _activation("gated_linear", activation)
-    policy = resolve("gated_linear", accumulate, dtype, device)
+    policy = resolve("gated_linear", accumulate, dtype)
     out_dtype = dtype if out_dtype is None else _out_dtype("gated_linear", out_dtype)
     arguments = (input, weight, bias, number, policy.dtype, policy.chunk or 0, dtype, out_dtype)
     if _needs_grad(input, weight, bias):
@@ -142,7 +142,7 @@ def mlp(
     _check_affine("mlp", "hidden", w1.shape[0], "w2", "out", w2, "b2", b2)
     dtype = autocast.gemm_dtype(device, input.dtype, w1.dtype, w2.dtype) or _refuse_mix("mlp", input, w1=w1, w2=w2)
     number = _activation("mlp", activation)
-    policy = resolve("mlp", accumulate, dtype, device)
+    policy = resolve("mlp", accumulate, dtype)
     arguments = (input, w1, b1, w2, b2, number, policy.dtype, policy.chunk or 0, dtype)
     if _needs_grad(input, w1, b1, w2, b2):
         return MLP[device].apply(*arguments)  # type: ignore[no-any-return]
@@ -327,8 +327,9 @@ def _check_tensors(op: str, names: tuple[str, ...], tensors: tuple[Tensor | None
             ):
                 break
         else:
-            if device.type in _DEVICES:
-                return device.type
+            device_type = device.type
+            if device_type in _DEVICES:
+                return device_type
     except AttributeError:
         pass
     raise _tensor_error(op, names, tensors)
@@ -410,7 +411,10 @@ def _dim(op: str, input: Tensor, dim: int) -> int:
     """`dim` counted from the front; a tensor without dimensions has one, of size 1."""
     ndim = input.dim() or 1
     if type(dim) is not int:
-        raise TypeError(f"{op}: dim must be an int, got {_typename(dim)}")
+        try:
+            dim = operator.index(dim)
+        except TypeError:
+            raise TypeError(f"{op}: dim must be an int, got {_typename(dim)}") from None
     if not -ndim <= dim < ndim:
         raise ValueError(f"{op}: dim must be in [{-ndim}, {ndim - 1}] for input of shape {_shape(input)}, got {dim}")
     return dim % ndim
@@ -475,12 +479,9 @@ def _number(op: str, name: str, value: Any) -> float:
     if isinstance(value, (Tensor, str, bytes, complex)):
         raise TypeError(f"{op}: {name} must be a number, got {_typename(value)}")
     try:
-        number = float(value)
+        return float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{op}: {name} must be a number, got {_typename(value)}") from None
-    if name != "eps" and not math.isfinite(number):
-        raise ValueError(f"{op}: {name} must be finite, got {number}")
-    return number
 
 
 def _shape(tensor: Tensor) -> str:

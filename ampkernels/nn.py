@@ -251,7 +251,7 @@ class FusedLayerNorm(nn.LayerNorm):
         *,
         out_dtype: OutDtype = None,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self.out_dtype = functional._check_rows_dtype("FusedLayerNorm", out_dtype)
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
@@ -296,7 +296,7 @@ class FusedRMSNorm(nn.RMSNorm):
     ) -> None:
         if weight_offset and not elementwise_affine:
             raise ValueError(f"FusedRMSNorm: weight_offset must be 0 without a weight, got {weight_offset}")
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.weight_offset = weight_offset
         self.out_dtype = functional._check_rows_dtype("FusedRMSNorm", out_dtype)
         if weight_offset:

@@ -216,18 +216,18 @@ def rounding(y: Tensor, dtype: torch.dtype) -> Tensor:
 def accumulation(length: int, dtype: torch.dtype, policy: Accumulate = FP32) -> float:
     """Relative error of a sum of `length` products of `dtype` numbers, relative to the sum of their absolute values.
 
-    16-bit products are exact in fp32. A tensor core truncates where it aligns the products of a step and the
-    accumulator (one unit of 2^-25 of the largest, for each of up to 17 terms: below 2^-20 in all) and truncates again
-    to fp32 (2^-23), one step per 16 k. A CPU or fp32 library may instead add element by element, each product and each
-    sum rounded to nearest, in any order: length + 1 roundings. The bound takes the larger of the two.
+    16-bit products are exact in fp32. One step of a tensor core takes 16 k: it truncates the products and the accumulator
+    where it aligns them (one unit of 2^-25 of the largest, for each of up to 17 terms) and then rounds the sum to the
+    accumulator: below 2^-20 in all for fp32, 2^-10 for fp16. Chunk sums are added in fp32. Without a chunk there is one
+    chain, or a library that adds element by element, each product and each sum rounded to nearest, in any order
+    (length + 1 roundings): the larger of the two counts.
     """
     if dtype == torch.float64:
         return gamma(length + 2, UNIT_ROUNDOFF[dtype])
-    if policy.dtype == torch.float16:
-        chunk = min(policy.chunk or length, length)
-        return gamma(math.ceil(chunk / 16) + 1, 2.0**-11) + gamma(math.ceil(length / max(chunk, 1)), 2.0**-24)
-    steps = math.ceil(length / 16) + 1
-    return max(gamma(steps, 2.0**-20), gamma(length + 2, 2.0**-24))
+    step = 2.0**-10 if policy.dtype == torch.float16 else 2.0**-20
+    chunk = max(1, min(policy.chunk or length, length))
+    chained = gamma(math.ceil(chunk / 16) + 1, step) + gamma(math.ceil(length / chunk), 2.0**-24)
+    return chained if policy.chunk else max(chained, gamma(length + 2, 2.0**-24))
 
 
 # Largest slopes |activation'| and, for the composed functions, a bound of the roundings inside them: exp, erf, tanh and
@@ -323,7 +323,8 @@ def softmax_bound(y: Tensor, dtype: torch.dtype, out_dtype: torch.dtype, *, leng
     """
     u = UNIT_ROUNDOFF[compute_dtype(dtype)]
     y = y.detach().double().abs()
-    return (gamma(length + 16, u) + 8 * u * spread) * y + rounding(y, out_dtype)
+    # An exp below the smallest normal number has the spacing of the subnormals.
+    return (gamma(length + 16, u) + 8 * u * spread) * y + rounding(y, out_dtype) + 2 * _SMALLEST[compute_dtype(dtype)]
 
 
 def log_softmax_bound(y: Tensor, dtype: torch.dtype, out_dtype: torch.dtype, *, length: int, spread: float) -> Tensor:

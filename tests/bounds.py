@@ -78,20 +78,23 @@ def linear_grad_bounds(x, w, b, dy, activation, dtype, *, x_dtype=None, w_dtype=
     )
 
 
-def softmax_grad_bound(y, dy, dim, scale, log, dtype, out_dtype):
-    """Bound of dinput from the exact output y."""
+def softmax_grad_bound(y, dy, dim, scale, log, dtype, out_dtype, spread=0.0):
+    """Bound of dinput from the exact output y; backward computes in the compute type of the y that was kept."""
     y, dy = y.detach().double(), dy.double()
-    n = y.shape[dim]
-    u, saved = UNIT_ROUNDOFF[compute_dtype(dtype)], UNIT_ROUNDOFF[out_dtype]
+    n = y.shape[dim] if y.dim() else 1
+    u, saved = UNIT_ROUNDOFF[compute_dtype(out_dtype)], UNIT_ROUNDOFF[out_dtype]
+    forward = gamma(n + 16, UNIT_ROUNDOFF[compute_dtype(dtype)]) + 8 * UNIT_ROUNDOFF[compute_dtype(dtype)] * spread
+    if y.dim() == 0:
+        return softmax_grad_bound(y[None], dy[None], 0, scale, log, dtype, out_dtype, spread)[0]
     floor = 0.5 * reference._SMALLEST[out_dtype]
     if log:
         p, total, size = y.exp(), dy.sum(dim, keepdim=True), dy.abs().sum(dim, keepdim=True)
-        relative = torch.expm1((saved + 16 * u) * y.abs().clamp_max(200) + gamma(n + 32, u))
+        relative = torch.expm1((saved + 16 * u) * y.abs().clamp_max(200) + forward + gamma(n + 32, u))
         error = p * (relative * total.abs() + (1 + relative) * gamma(n + 8, u) * size) + 4 * u * dy.abs()
         dx = dy - p * total
     else:
         ya = y.abs()
-        y_error = (saved + gamma(n + 16, u)) * ya + floor
+        y_error = (saved + forward) * ya + floor + 2 * reference._SMALLEST[compute_dtype(dtype)]
         size = ((ya + y_error) * dy.abs()).sum(dim, keepdim=True)
         total_error = (y_error * dy.abs()).sum(dim, keepdim=True) + gamma(n + 8, u) * size
         total = (y * dy).sum(dim, keepdim=True)
@@ -107,8 +110,10 @@ def norm_grad_bounds(
     """Bounds of dinput, dweight, dbias, from the exact s that forward normalised; `saved_dtype` is what s was kept in."""
     s, dy = s.detach().double(), dy.double()
     n = math.prod(s.shape[d] for d in dims)
+    if s.dim() == len(dims):  # one row
+        s, dy = s[None], dy[None]
     rows = tuple(range(s.dim() - len(dims)))
-    m = math.prod(s.shape[d] for d in rows) if rows else 1
+    m = math.prod(s.shape[d] for d in rows)
     u = UNIT_ROUNDOFF[compute_dtype(dtype)]
     mean = torch.zeros_like(s[..., :1]) if rms else s.mean(dims, keepdim=True)
     size = s.abs().mean(dims, keepdim=True)

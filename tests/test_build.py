@@ -211,6 +211,24 @@ def test_a_new_torch_is_accepted(version):
     bs.check_torch(version)
 
 
+def test_a_free_threaded_python_is_refused(monkeypatch):
+    bs.check_python()
+    monkeypatch.setattr(bs.sysconfig, "get_config_var", lambda name: 1 if name == "Py_GIL_DISABLED" else None)
+    with pytest.raises(bs.BuildError, match="free-threaded"):
+        bs.check_python()
+
+
+def test_missing_headers_are_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(bs.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    with pytest.raises(bs.BuildError, match="apt install python3-dev"):
+        bs.check_python()
+
+
+def test_a_compiler_that_does_not_run():
+    with pytest.raises(bs.BuildError, match="apt install g\\+\\+"):
+        bs.check_compiler("/nonexistent/c++ -O2")
+
+
 @pytest.mark.parametrize(
     ("environ", "cpus", "gib", "cuda", "jobs"),
     [

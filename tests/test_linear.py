@@ -26,9 +26,11 @@ def make(m, k, n, dtype, device, bias_dtype="same", seed=0):
 
 
 def forward_bound(x, w, b, activation, training, device):
-    """On the CPU, training rounds the pre-activation to the dtype before the activation (explain says so)."""
+    """On the CPU, the pre-activation is rounded to the dtype first in training, and wherever the library's epilogue lacks
+    the activation (explain says so)."""
     bound = reference.linear_bound(x, w, b, activation=activation)
-    if training and device == "cpu" and x.dtype in LOW and activation is not None:
+    rounded_first = training or activation in ("relu2", "quick_gelu")
+    if rounded_first and device == "cpu" and x.dtype in LOW and activation is not None:
         pre = reference.linear(x, w, b)
         slope = 2 * pre.abs() + 1 if activation == "relu2" else reference._SLOPE[activation]
         bound = bound + 2 * slope * rounding(pre, x.dtype)
@@ -56,7 +58,8 @@ def check_linear(x, w, b, activation, dy, device):
         [] if b is None else [b.detach().double().requires_grad_()]
     )
     reference.linear(*inputs, activation=activation).backward(dy.double())
-    flat_x, flat_dy = x.detach().reshape(-1, x.shape[-1]), dy.reshape(-1, w.shape[0])
+    m = math.prod(x.shape[:-1])
+    flat_x, flat_dy = x.detach().reshape(m, x.shape[-1]), dy.reshape(m, w.shape[0])
     bounds = linear_grad_bounds(flat_x, w, b, flat_dy, activation, x.dtype, b_dtype=None if b is None else b.dtype)
     slack = 1.0
     if device == "cpu" and x.dtype in LOW:
@@ -159,7 +162,7 @@ def test_special_values(device, dtype, activation):
     )
     y.backward(torch.ones_like(y))
     grad = xg.grad[:, 0].double().cpu()
-    assert grad[0].isnan()
+    assert grad[0].isnan() or activation is None
     limit = {None: (8, 8), "sigmoid": (0, 0), "tanh": (0, 0)}.get(activation, (8, 0))
     if activation == "relu2":
         assert grad[1] == math.inf and grad[2] == 0

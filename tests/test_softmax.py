@@ -67,7 +67,7 @@ def check(x, dim=-1, *, log=False, dy=None, **kw):
     y.backward(dy)
     exact.backward(dy.double())
     clean = exact.detach().nan_to_num(0, 0, 0)
-    grad = softmax_grad_bound(clean, dy, dim, kw.get("scale", 1.0), log, x.dtype, out)
+    grad = softmax_grad_bound(clean, dy, dim, kw.get("scale", 1.0), log, x.dtype, out, spread)
     assert ours.grad.dtype == x.dtype
     assert_within(ours.grad, exact_x.grad, grad, "dinput")
     return y

@@ -41,6 +41,7 @@ HOST_FLAGS = [
     "-fvisibility=hidden",
     "-Wall",
     "-Wno-unknown-pragmas",
+    "-Wno-maybe-uninitialized",  # g++ 12 sees ghosts in std::optional
 ]
 NVCC_FLAGS = ["-O3", "-std=c++20", "-fmad=false", "-lineinfo", "-Xcompiler=-ffp-contract=off,-fvisibility=hidden"]
 

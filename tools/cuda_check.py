@@ -41,7 +41,7 @@ FLAGS = [
     "-D__CUDA_NO_HALF2_OPERATORS__",
     "-DAMPKERNELS_WITH_CUDA",
     "-DAMPKERNELS_SM90A",
-    "-Xptxas=-v,-warn-spills",
+    "-Xptxas=-v",
     "-Icsrc/include",
     "-Icsrc",
 ]

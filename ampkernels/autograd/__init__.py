@@ -29,7 +29,7 @@ def functions(op: str, forward: Callable[..., Any], backward: Callable[..., Grad
             "forward": staticmethod(custom_fwd(forward, device_type=device_type)),
             "backward": staticmethod(custom_bwd(_first_order_only(op, backward), device_type=device_type)),
         }
-        return cast_type(type[Function], FunctionMeta(name, (Function,), body))  # type: ignore[no-untyped-call]
+        return cast_type(type[Function], FunctionMeta(name, (Function,), body))
 
     cpu = build("cpu")
     return {"cpu": cpu, "cuda": build("cuda"), "meta": cpu}

@@ -81,7 +81,7 @@ def _linear_function_forward(
 def _linear_function_backward(ctx: Any, dy: Tensor) -> Grads:
     activation, _, _, dtype = ctx.policy
     need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
-    saved = ctx.saved_tensors[2]
+    x, w, saved = ctx.saved_tensors
     dpre, dbias = rows(dy), None
     fresh = activation != _ops.NONE or dy.dtype != dtype  # else dpre is dy
     if fresh or need_bias:
@@ -95,7 +95,8 @@ def _linear_function_backward(ctx: Any, dy: Tensor) -> Grads:
             ctx.dtypes[2] if need_bias else None,
         )
         dpre = new_dpre if fresh else dpre
-    return (*_matrix_grads(ctx, dy, dpre), dbias if need_bias else None, None, None, None, None, None)
+    dinput, dweight = _matrix_grads(ctx, dy, dpre, x, w)
+    return dinput, dweight, dbias if need_bias else None, None, None, None, None, None
 
 
 def _gated_function_forward(
@@ -119,26 +120,31 @@ def _gated_function_forward(
 def _gated_function_backward(ctx: Any, dy: Tensor) -> Grads:
     activation, _, _, dtype = ctx.policy
     need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
+    x, w, pre = ctx.saved_tensors
     dpre, dbias = _ops.gated_linear_act_bwd(
         rows(dy),
-        ctx.saved_tensors[2],
+        pre,
         activation,
         dtype if need_input or need_weight else None,
         ctx.dtypes[2] if need_bias else None,
     )
-    return (*_matrix_grads(ctx, dy, dpre), dbias if need_bias else None, None, None, None, None, None)
+    dinput, dweight = _matrix_grads(ctx, dy, dpre, x, w)
+    return dinput, dweight, dbias if need_bias else None, None, None, None, None, None
 
 
-def _matrix_grads(ctx: Any, dy: Tensor, dpre: Tensor) -> Grads:
+def _matrix_grads(
+    ctx: Any, dy: Tensor, dpre: Tensor, x: Tensor | None, w: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
     """(dinput, dweight) from the gradient of the pre-activation, in the dtypes of input and weight."""
-    x, w, _ = ctx.saved_tensors
     need_input, need_weight = ctx.needs_input_grad[:2]
     _, acc, chunk, _ = ctx.policy
     dinput = dweight = None
     if need_input:
+        assert w is not None
         dinput = _ops.linear_dgrad(dpre, w, None, _ops.NONE, False, False, acc, chunk, ctx.dtypes[0])[0]
         dinput = unrows(dinput, dy)
     if need_weight:
+        assert x is not None
         dweight = _ops.linear_wgrad(dpre, rows(x), ctx.transposed, acc, chunk, ctx.dtypes[1])
     return dinput, dweight
 

@@ -149,12 +149,12 @@ LinearResult linear_by_library(const Tensor& input, const Tensor& weight, const 
                                bool gated, ScalarType out_dtype, bool save_pre) {
   const ScalarType dtype = input.scalar_type();
   const int64_t m = input.size(0), n = weight.size(0);
-  // A wider output than the operands: the operands are widened (exact), so that nothing is rounded on the way.
-  if (is_16bit(dtype) && !is_16bit(out_dtype)) {
+  // Another output dtype than the operands': they are widened (exact), so that nothing is rounded on the way.
+  if (is_16bit(dtype) && out_dtype != dtype) {
     auto r =
         linear_by_library(torch::stable::to(input, ScalarType::Float), torch::stable::to(weight, ScalarType::Float),
                           bias, activation, gated, out_dtype, save_pre);
-    if (save_pre) r.pre = torch::stable::to(r.pre, dtype);
+    r.pre = save_pre ? torch::stable::to(r.pre, dtype) : not_wanted(input, dtype);
     return r;
   }
   const bool by_onednn =
@@ -283,6 +283,10 @@ std::tuple<Tensor, Tensor> gated_linear_fwd(const Tensor& input, const Tensor& w
 
 std::tuple<Tensor, Tensor> act_bwd(const Tensor& dy, const OptTensor& saved, Activation activation, bool gated,
                                    bool saved_is_output, OptDtype dpre_dtype, OptDtype dbias_dtype) {
+  // The kernels compute in fp64 for fp64 dy: a fp64 layer with a narrower output gets a wider dy.
+  if (saved && saved->scalar_type() == ScalarType::Double && dy.scalar_type() != ScalarType::Double)
+    return act_bwd(torch::stable::to(dy, ScalarType::Double), saved, activation, gated, saved_is_output, dpre_dtype,
+                   dbias_dtype);
   const int64_t m = dy.size(0), n = gated ? 2 * dy.size(1) : dy.size(1);
   Tensor dpre = dpre_dtype ? empty_contiguous(dy, *dpre_dtype, {m, n}) : not_wanted(dy, ScalarType::Float);
   Tensor dbias = dbias_dtype ? empty_contiguous(dy, *dbias_dtype, {n}) : not_wanted(dy, ScalarType::Float);

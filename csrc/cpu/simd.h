@@ -59,8 +59,8 @@ AK_SIMD Pair<f64r> widen(f32r v) {
 AK_SIMD f32r narrow(Pair<f64r> v) {
   return _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(v.lo)), _mm512_cvtpd_ps(v.hi), 1);
 }
-// p * 2^k for the k that round_to_int_bits left in `magic_k`, rounded once even if the result is subnormal.
-AK_SIMD f32r scale_by_power(f32r p, f32r k, f32r) { return _mm512_scalef_ps(p, k); }
+// p * 2^n, rounded once even if the result is subnormal, with t = n + kRound.
+AK_SIMD f32r scale_by_power(f32r p, f32r n, f32r) { return _mm512_scalef_ps(p, n); }
 
 AK_SIMD f32r load_register(const float* p) { return _mm512_loadu_ps(p); }
 AK_SIMD f64r load_register(const double* p) { return _mm512_loadu_pd(p); }
@@ -187,11 +187,11 @@ AK_SIMD void store_register(double* p, f64r v) {
 #endif
 
 #if AMPKERNELS_ISA_LEVEL != 512
-// The same bits as scalef: the first product is exact, so only the second rounds.
-AK_SIMD f32r scale_by_power(f32r p, f32r, f32r magic_k) {
-  const i32r k = (i32r)magic_k - 0x4b400000;
-  const i32r half = k >> 1;
-  return p * (f32r)((half + 127) << 23) * (f32r)((k - half + 127) << 23);
+// The same bits as scalef: of the two products only the second can round.
+AK_SIMD f32r scale_by_power(f32r p, f32r, f32r t) {
+  const i32r n = (i32r)t - int32_t(detail::kRoundBits);
+  const i32r half = n >> 1;
+  return p * (f32r)((half + 127) << 23) * (f32r)((n - half + 127) << 23);
 }
 #endif
 
@@ -213,8 +213,8 @@ AK_SIMD Pair<V> vmax(Pair<V> a, Pair<V> b) { return {vmax(a.lo, b.lo), vmax(a.hi
 template <typename V>
 AK_SIMD Pair<V> vmin(Pair<V> a, Pair<V> b) { return {vmin(a.lo, b.lo), vmin(a.hi, b.hi)}; }
 template <typename V>
-AK_SIMD Pair<V> scale_by_power(Pair<V> p, Pair<V> k, Pair<V> magic_k) {
-  return {scale_by_power(p.lo, k.lo, magic_k.lo), scale_by_power(p.hi, k.hi, magic_k.hi)};
+AK_SIMD Pair<V> scale_by_power(Pair<V> p, Pair<V> n, Pair<V> t) {
+  return {scale_by_power(p.lo, n.lo, t.lo), scale_by_power(p.hi, n.hi, t.hi)};
 }
 template <typename V>
 AK_SIMD Pair<V> select_greater(Pair<V> a, Pair<V> b, Pair<V> yes, Pair<V> no) {
@@ -422,21 +422,19 @@ AK_SIMD C max_lanes(Vec<C> v) {
   return lanes[0];
 }
 
-// exp(x) in fp32 within 1 ulp, subnormal results included; exp(-inf) = 0, NaN stays. x = k ln 2 + r, |r| <= ln 2 / 2, and
-// exp(r) = 1 + r + r^2 q(r) with q of degree 4 (minimax, 3e-9).
-AK_SIMD f32x16 exp_fp32(f32x16 x) {
-  const f32x16 magic = splat(0x1.8p23f);
-  x = vmax(splat(-104.0f), vmin(splat(89.0f), x));
-  const f32x16 magic_k = fma(x, splat(0x1.715476p0f), magic);
-  const f32x16 k = magic_k - magic;
-  f32x16 r = fma(k, splat(-0x1.62e4p-1f), x);
-  r = fma(k, splat(-0x1.7f7d1cp-20f), r);
-  f32x16 q = fma(splat(0x1.6db47ep-10f), r, splat(0x1.123b92p-7f));
-  q = fma(q, r, splat(0x1.55545ep-5f));
-  q = fma(q, r, splat(0x1.55548ep-3f));
-  q = fma(q, r, splat(0.5f));
-  const f32x16 p = fma(q, r * r, r) + splat(1.0f);
-  return scale_by_power(p, k, magic_k);
+// exp_fp32 of math.h in sixteen lanes, the same operations and the same bits: x = (n + r) ln 2, 2^r by polynomial.
+AK_SIMD f32x16 exp_lanes(f32x16 x) {
+  x = vmax(splat(-104.0f), vmin(splat(89.0f), x));  // second arguments: NaN stays
+  const f32x16 t = fma(x, splat(detail::kLog2e), splat(detail::kRound));
+  const f32x16 n = t - splat(detail::kRound);
+  const f32x16 r = fma(x, splat(detail::kLog2eLow), fma(x, splat(detail::kLog2e), splat(0.0f) - n));
+  f32x16 p = fma(splat(0x1.416b52p-13f), r, splat(0x1.5f082ep-10f));
+  p = fma(p, r, splat(0x1.3b2dep-7f));
+  p = fma(p, r, splat(0x1.c6af7cp-5f));
+  p = fma(p, r, splat(0x1.ebfbdcp-3f));
+  p = fma(p, r, splat(0x1.62e43p-1f));
+  p = fma(p, r, splat(1.0f));
+  return scale_by_power(p, n, t);
 }
 AK_SIMD f64x16 exp_lanes(f64x16 x) {
   double lanes[kLanes];
@@ -444,6 +442,5 @@ AK_SIMD f64x16 exp_lanes(f64x16 x) {
   for (int i = 0; i < kLanes; ++i) lanes[i] = __builtin_exp(lanes[i]);
   return load<double>(lanes, All{});
 }
-AK_SIMD f32x16 exp_lanes(f32x16 x) { return exp_fp32(x); }
 
 }  // namespace ampkernels::cpu::AMPKERNELS_ISA

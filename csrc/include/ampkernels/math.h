@@ -33,7 +33,7 @@ AK_HOST_DEVICE float fma_fp32(float a, float b, float c) {
 template <int N>
 AK_HOST_DEVICE float polynomial(const float (&c)[N], float x) {
   float p = c[N - 1];
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDACC__)
 #pragma unroll
 #else
 #pragma GCC unroll 16

@@ -1,0 +1,505 @@
+// layer_norm and rms_norm backward. With h = (s - mean) * rstd and g = dy * (weight + offset):
+//   dx = rstd * (g - mean(g) - h * mean(g * h)) + dsum,   dweight = sum over rows of dy * h,   dbias = sum of dy.
+//
+// Layout. Resident tiers: persistent CTAs. A CTA holds `slots` groups of lanes; each takes every R-th row, R = all slots
+// of the grid, and keeps the sums of its columns in registers over all of its rows. Rows of s and dy arrive by cp.async in
+// a ring of stages, as they lie in memory (16-byte units, whatever the row's alignment), and are read from shared memory
+// twice, so a row costs no registers while it is in flight. Weights are widened once into shared memory.
+// The number of row groups and which rows each adds depend on (rows, cols, dtypes) and the architecture only: slots of a
+// CTA are added in order, then CTAs in order, by a second kernel of one pass over partials that are still in L2.
+// Streaming tier: dx by a CTA per row, the column sums by a second reading.
+// Synchronisation. One barrier (or cluster barrier) per row for both means; one more where lanes read units that other
+// lanes copied (rows off 16 bytes, or dy wider than s).
+// Rounding points. s - mean, times rstd; dy * weight; the sums (fp32, or fp64 for fp64 s); the combination and dsum, each
+// once; then dx once to its dtype, and dweight, dbias once to theirs.
+#include "rows_common.cuh"
+
+namespace ampkernels::cuda {
+namespace {
+
+struct BwdShape {
+  TeamShape team;
+  int groups;       // CTAs (clusters) that add rows
+  int stages;
+  int s_bytes;      // of one slot and stage
+  int dy_bytes;
+  int weight_at;    // offsets into shared memory
+  int scratch_at;
+  bool own_units;   // every lane reads only the units that it copied
+};
+
+__device__ __forceinline__ void copy_unit(uint32_t to, const char* from, int bytes) {  // zeroes the rest of 16
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// `count` elements of a row into shared memory: unit-stride rows as they lie, beginning at the 16-byte unit that holds the
+// first element; others element by element, each lane its own vectors.
+template <int V, int K>
+__device__ __forceinline__ void copy_row(char* to, const char* row, int64_t stride, DType dtype, int count, int lane,
+                                         int lanes) {
+  const int size = element_size(dtype);
+  if (stride == 1) {
+    const int shift = int(misalignment(row, 16)), bytes = shift + count * size;
+    const char* from = row - shift + lane * 16;
+    uint32_t at = uint32_t(__cvta_generic_to_shared(to)) + lane * 16;
+#pragma unroll 4
+    for (int b = lane * 16; b < bytes; b += lanes * 16) {
+      copy_unit(at, from, min(bytes - b, 16));
+      at += lanes * 16;
+      from += lanes * 16;
+    }
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < K * V; ++i) {
+      const int c = (lane + i / V * lanes) * V + i % V;
+      if (c >= count) continue;
+      const char* from = row + int64_t(c) * stride * size;
+      if (size == 2)
+        *reinterpret_cast<uint16_t*>(to + c * 2) = *reinterpret_cast<const uint16_t*>(from);
+      else if (size == 4)
+        *reinterpret_cast<uint32_t*>(to + c * 4) = *reinterpret_cast<const uint32_t*>(from);
+      else
+        *reinterpret_cast<uint64_t*>(to + c * 8) = *reinterpret_cast<const uint64_t*>(from);
+    }
+  }
+}
+
+template <int U>
+__device__ __forceinline__ void read_unit(uint32_t* w, const char* p) {
+  if constexpr (U == 16) {
+    const uint4 v = *reinterpret_cast<const uint4*>(p);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  } else if constexpr (U == 8) {
+    const uint2 v = *reinterpret_cast<const uint2*>(p);
+    w[0] = v.x, w[1] = v.y;
+  } else {
+    w[0] = *reinterpret_cast<const uint32_t*>(p);
+  }
+}
+
+// Vector j of a row that copy_row put at `from`, the first element `shift` bytes in.
+template <typename D, int V, typename C>
+__device__ __forceinline__ void read_vector(const char* from, int shift, int j, C (&v)[V]) {
+  using P = Pack<D, V>;
+  constexpr int B = P::kBytes, U = P::kUnit, W = U / 4, kUnits = B / U;
+  P pack;
+  const int off = shift & (U - 1);
+  const char* p = from + (shift - off) + j * B;
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) read_unit<U>(pack.w + u * W, p + u * U);
+  if (off) {
+    uint32_t next[W];
+    read_unit<U>(next, p + B);
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u)
+      funnel<W>(pack.w + u * W, pack.w + u * W, u + 1 < kUnits ? pack.w + (u + 1) * W : next, off);
+  }
+#pragma unroll
+  for (int e = 0; e < V; ++e) v[e] = to_compute<C>(pack.element(e));
+}
+
+template <typename T, int V, typename C>
+__device__ __forceinline__ void add_vector(const RowsIn& m, const char* row, int j, int limit, C (&v)[V]) {
+  const auto add = [&]<typename D>() {
+    Vectors<D, V, 1> r;
+    r.load(row, m.col_stride, j, 1, limit);
+    C a[V];
+    r.get(0, a);
+#pragma unroll
+    for (int e = 0; e < V; ++e) v[e] += a[e];
+  };
+  with_dtype<T>(m.dtype, add, [&] {
+    C a[1][V];
+    load_other(row, m.dtype, m.col_stride, j, 1, limit, a);
+#pragma unroll
+    for (int e = 0; e < V; ++e) v[e] += a[0][e];
+  });
+}
+
+template <typename T, bool kRms, int K>
+__global__ void __launch_bounds__(kRowsCtaThreads, 1)
+    norm_bwd_resident(const __grid_constant__ NormBwdParams p, const __grid_constant__ BwdShape shape) {
+  using C = compute_t<T>;
+  constexpr int V = kVector<T>;
+  extern __shared__ __align__(16) char shared[];
+  grid_launch_dependents();
+  grid_dependency_wait();
+
+  C* const weight = reinterpret_cast<C*>(shared + shape.weight_at);
+  Team<C> team(shape.team, reinterpret_cast<C*>(shared + shape.scratch_at));
+  const int lane = team.lane, lanes = team.lanes, slots = shape.team.rows_per_cta;
+  const int group = int(blockIdx.x) / shape.team.cluster;
+  const int segment = lanes * K * V;  // columns of this CTA
+  const int64_t begin = int64_t(team.rank) * segment;
+  const int limit = int(max(min(p.cols - begin, int64_t(segment)), int64_t(0)));
+
+  for (int c = int(threadIdx.x); c < segment; c += int(blockDim.x)) {
+    C w = c < limit ? C(1) : C(0);
+    if (p.weight.data && c < limit)
+      w = load_as<C>(p.weight.data, p.weight.dtype, (begin + c) * p.weight.stride) + (kRms ? C(p.weight_offset) : C(0));
+    weight[c] = w;
+  }
+  __syncthreads();
+
+  const int64_t step = int64_t(shape.groups) * slots;
+  const int64_t row0 = int64_t(group) * slots + team.slot;
+  // Lanes of a warp stay together: rounds are those of the warp's first slot.
+  const int64_t lead = lanes < 32 ? row0 - (team.slot & (32 / lanes - 1)) : row0;
+  const int rounds = lead < p.rows ? int((p.rows - lead + step - 1) / step) : 0;
+  const int slot_bytes = shape.s_bytes + shape.dy_bytes;
+  char* const ring = shared + team.slot * slot_bytes;
+  const int stage_bytes = slots * slot_bytes;
+
+  C next_mean = 0, next_rstd = 0;
+  const auto fetch = [&](int round) {
+    const int64_t row = row0 + round * step;
+    if (round < rounds && row < p.rows) {
+      char* to = ring + round % shape.stages * stage_bytes;
+      copy_row<V, K>(to, row_pointer(p.s, row, begin), p.s.col_stride, p.s.dtype, limit, lane, lanes);
+      copy_row<V, K>(to + shape.s_bytes, row_pointer(p.dy, row, begin), p.dy.col_stride, p.dy.dtype, limit, lane, lanes);
+    }
+    copy_commit();
+  };
+  const auto fetch_statistics = [&](int round) {
+    const int64_t row = row0 + round * step;
+    if (round < rounds && row < p.rows) {
+      if constexpr (!kRms) next_mean = static_cast<const C*>(p.mean)[row];
+      next_rstd = static_cast<const C*>(p.rstd)[row];
+    }
+  };
+
+  C dweight[K][V], dbias[K][V];
+#pragma unroll
+  for (int k = 0; k < K; ++k)
+#pragma unroll
+    for (int e = 0; e < V; ++e) dweight[k][e] = dbias[k][e] = 0;
+
+  fetch_statistics(0);
+  for (int round = 0; round < shape.stages - 1; ++round) fetch(round);
+#pragma unroll 1
+  for (int round = 0; round < rounds; ++round) {
+    const int64_t row_or_past = row0 + round * step;
+    const bool active = row_or_past < p.rows;
+    const int64_t row = active ? row_or_past : 0;
+    const C mean = next_mean, rstd = next_rstd;
+    switch (shape.stages) {
+      case 1:
+        team.sync();
+        fetch(round);
+        copy_wait<0>();
+        break;
+      case 2:
+        copy_wait<0>();
+        break;
+      case 3:
+        copy_wait<1>();
+        break;
+      default:
+        copy_wait<2>();
+        break;
+    }
+    if (!shape.own_units || lanes <= 32) team.sync();
+    if (shape.stages > 1) fetch(round + shape.stages - 1);
+    fetch_statistics(round + 1);
+
+    const char* s_at = ring + round % shape.stages * stage_bytes;
+    const char* dy_at = s_at + shape.s_bytes;
+    const int s_shift = p.s.col_stride == 1 ? int(misalignment(row_pointer(p.s, row, begin), 16)) : 0;
+    const int dy_shift = p.dy.col_stride == 1 ? int(misalignment(row_pointer(p.dy, row, begin), 16)) : 0;
+    const int here = active ? limit : 0;
+
+    // One vector: h, dy and g = dy * weight; zeros past the end.
+    const auto read = [&](int j, C(&h)[V], C(&dy)[V], C(&g)[V]) {
+      read_vector<T, V>(s_at, s_shift, j, h);
+      if (p.dy.dtype == dtype_of<T>::value)
+        read_vector<T, V>(dy_at, dy_shift, j, dy);
+      else
+        read_vector<Paired<T>, V>(dy_at, dy_shift, j, dy);  // the plan sends every other dtype to the streaming tier
+      if ((j + 1) * V > here)
+#pragma unroll
+        for (int e = 0; e < V; ++e)
+          if (j * V + e >= here) h[e] = mean, dy[e] = 0;
+#pragma unroll
+      for (int e = 0; e < V; ++e) {
+        h[e] = (kRms ? h[e] : h[e] - mean) * rstd;
+        g[e] = dy[e] * weight[j * V + e];
+      }
+    };
+
+    C sums[2] = {0, 0};  // of g * h, of g
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      const int j = lane + k * lanes;
+      asm volatile("" ::: "memory");  // one vector at a time: the column sums leave no registers for more
+      if (j * V >= here) continue;
+      C h[V], dy[V], g[V], gh = 0, gm = 0;
+      read(j, h, dy, g);
+#pragma unroll
+      for (int e = 0; e < V; ++e) {
+        gh = fma(g[e], h[e], gh);
+        dweight[k][e] = fma(dy[e], h[e], dweight[k][e]);
+        if constexpr (!kRms) {
+          gm += g[e];
+          dbias[k][e] += dy[e];
+        }
+      }
+      sums[0] += gh;
+      sums[1] += gm;
+    }
+    if (!p.dx.data) continue;
+    if constexpr (kRms) {
+      C sum[1] = {sums[0]};
+      team.reduce(sum, Sum{}, C(0));
+      sums[0] = sum[0];
+    } else {
+      team.reduce(sums, Sum{}, C(0));
+    }
+    const C gh = sums[0] / C(p.cols), gm = sums[1] / C(p.cols);
+
+    char* dx = row_pointer(p.dx, row, begin);
+    const char* dsum = p.dsum.data ? row_pointer(p.dsum, row, begin) : nullptr;
+#pragma unroll 1
+    for (int k = 0; k < K; ++k) {
+      const int j = lane + k * lanes;
+      C h[V], dy[V], g[1][V];
+      if (j * V < here) {
+        read(j, h, dy, g[0]);
+#pragma unroll
+        for (int e = 0; e < V; ++e) g[0][e] = fma(-h[e], gh, kRms ? g[0][e] : g[0][e] - gm) * rstd;
+        if (dsum) add_vector<T, V>(p.dsum, dsum, j, here, g[0]);
+      }
+      store_vectors<T>(dx, p.dx.dtype, p.dx.col_stride, j, 0, here, lane, lanes, g);
+    }
+  }
+  copy_wait<0>();
+  __syncthreads();
+
+  // The slots' sums, in order.
+  C* const all = reinterpret_cast<C*>(shared);
+  C* partial = static_cast<C*>(p.workspace);
+  const auto publish = [&](const C(&v)[K][V]) {
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+      for (int e = 0; e < V; ++e) all[team.slot * segment + (lane + k * lanes) * V + e] = v[k][e];
+    __syncthreads();
+    for (int c = int(threadIdx.x); c < limit; c += int(blockDim.x)) {
+      C sum = 0;
+      for (int slot = 0; slot < slots; ++slot) sum += all[slot * segment + c];
+      partial[int64_t(group) * p.cols + begin + c] = sum;
+    }
+    partial += shape.groups * p.cols;
+    __syncthreads();
+  };
+  if (p.dweight.data) publish(dweight);
+  if constexpr (!kRms)
+    if (p.dbias.data) publish(dbias);
+}
+
+// Adds the groups' partial sums, groups w, w + 16, ... by warp w, then the warps in order.
+template <typename C>
+__global__ void __launch_bounds__(512) column_sums(const C* partial, int groups, int64_t cols, const VectorOut dweight,
+                                                   const VectorOut dbias) {
+  __shared__ C sums[16][33];
+  grid_launch_dependents();
+  grid_dependency_wait();
+  const int64_t tiles = (cols + 31) / 32;
+  const bool later = blockIdx.x >= tiles;  // the second of two outputs
+  const bool bias = later || !dweight.data;
+  void* const out = bias ? dbias.data : dweight.data;
+  const DType dtype = bias ? dbias.dtype : dweight.dtype;
+  const int64_t stride = bias ? dbias.stride : dweight.stride;
+  if (later) partial += groups * cols;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  const int64_t c = (blockIdx.x - (later ? tiles : 0)) * 32 + lane;
+  C sum = 0;
+  if (c < cols)
+#pragma unroll 4
+    for (int g = warp; g < groups; g += 16) sum += partial[g * cols + c];
+  sums[warp][lane] = sum;
+  __syncthreads();
+  if (warp == 0 && c < cols) {
+    sum = 0;
+#pragma unroll
+    for (int w = 0; w < 16; ++w) sum += sums[w][lane];
+    store_as(out, dtype, c * stride, sum);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------ streaming tier
+
+template <typename T>
+__global__ void __launch_bounds__(kRowsCtaThreads)
+    norm_bwd_streaming_dx(const __grid_constant__ NormBwdParams p, const TeamShape shape) {
+  using C = compute_t<T>;
+  constexpr int V = kVector<T>, kFar = 1 << 24;
+  __shared__ C scratch[Team<C>::kScratch];
+  grid_launch_dependents();
+  grid_dependency_wait();
+
+  Team<C> team(shape, scratch);
+  const int64_t row = blockIdx.x;
+  const int lane = team.lane, step = team.lanes, tile = step * V;
+  const C mean = p.rms ? C(0) : static_cast<const C*>(p.mean)[row], rstd = static_cast<const C*>(p.rstd)[row];
+  const C offset = p.rms ? C(p.weight_offset) : C(0);
+
+  C sums[2] = {0, 0};
+#pragma unroll 1
+  for (int pass = 0; pass < 2; ++pass) {
+#pragma unroll 1
+    for (int64_t begin = 0; begin < p.cols; begin += tile) {
+      const int limit = int(min(p.cols - begin, int64_t(kFar)));
+      Vectors<T, V, 1> s;
+      s.load(row_pointer(p.s, row, begin), p.s.col_stride, lane, step, limit);
+      C h[V], g[1][V], w[V];
+      s.get(0, h);
+#pragma unroll
+      for (int e = 0; e < V; ++e) {
+        h[e] = (h[e] - mean) * rstd;
+        g[0][e] = 0;
+        w[e] = 0;
+      }
+      add_vector<T, V>(p.dy, row_pointer(p.dy, row, begin), lane, limit, g[0]);
+      if (p.weight.data) {
+        RowsIn weight;
+        weight.dtype = p.weight.dtype;
+        weight.col_stride = p.weight.stride;
+        add_vector<T, V>(weight,
+                         static_cast<const char*>(p.weight.data) + begin * p.weight.stride * element_size(p.weight.dtype),
+                         lane, limit, w);
+#pragma unroll
+        for (int e = 0; e < V; ++e) g[0][e] *= w[e] + offset;
+      }
+      if (pass == 0) {
+#pragma unroll
+        for (int e = 0; e < V; ++e) {  // past the end g is 0
+          sums[0] = fma(g[0][e], h[e], sums[0]);
+          sums[1] += g[0][e];
+        }
+      } else {
+#pragma unroll
+        for (int e = 0; e < V; ++e) g[0][e] = fma(-h[e], sums[0], g[0][e] - (p.rms ? C(0) : sums[1])) * rstd;
+        if (p.dsum.data) add_vector<T, V>(p.dsum, row_pointer(p.dsum, row, begin), lane, limit, g[0]);
+        store_vectors<T>(row_pointer(p.dx, row, begin), p.dx.dtype, p.dx.col_stride, lane, step, min(limit, tile), lane,
+                         step, g);
+      }
+    }
+    if (pass == 0) {
+      team.reduce(sums, Sum{}, C(0));
+      sums[0] /= C(p.cols);
+      sums[1] /= C(p.cols);
+    }
+  }
+}
+
+// A thread per column, a group of rows per blockIdx.y.
+template <typename C>
+__global__ void __launch_bounds__(128) norm_bwd_streaming_sums(const __grid_constant__ NormBwdParams p) {
+  grid_launch_dependents();
+  grid_dependency_wait();
+  const int64_t tiles = (p.cols + 127) / 128;
+  const int64_t c = int64_t(blockIdx.x) % tiles * 128 + threadIdx.x;
+  const int group = int(blockIdx.x / tiles), groups = int(gridDim.x / tiles);
+  if (c >= p.cols) return;
+  C dweight = 0, dbias = 0;
+#pragma unroll 4
+  for (int64_t row = group; row < p.rows; row += groups) {
+    const C s = load_as<C>(p.s.data, p.s.dtype, row_offset(p.s.rows, row) + c * p.s.col_stride);
+    const C dy = load_as<C>(p.dy.data, p.dy.dtype, row_offset(p.dy.rows, row) + c * p.dy.col_stride);
+    const C mean = p.rms ? C(0) : static_cast<const C*>(p.mean)[row];
+    dweight = fma(dy, (s - mean) * static_cast<const C*>(p.rstd)[row], dweight);
+    dbias += dy;
+  }
+  C* partial = static_cast<C*>(p.workspace);
+  if (p.dweight.data) {
+    partial[group * p.cols + c] = dweight;
+    partial += groups * p.cols;
+  }
+  if (p.dbias.data) partial[group * p.cols + c] = dbias;
+}
+
+RowsPlan plan_of(const NormBwdParams& p, int arch) {
+  return plan_rows(RowsOp::kNormBwd, p.cols, p.s.dtype, p.dy.dtype, layout_of(p.cols, p.s), arch);
+}
+
+int groups_of(const NormBwdParams& p, const RowsPlan& plan) {
+  const int slots = plan.tier == RowsTier::kStreaming ? 1 : plan.rows_per_cta;
+  return int(std::min<int64_t>(plan.row_groups, (p.rows + slots - 1) / slots));
+}
+
+bool in_units(const RowsIn& m) {  // every row begins on 16 bytes
+  const int64_t size = dtype_size(m.dtype);
+  bool ok = m.col_stride == 1 && reinterpret_cast<uintptr_t>(m.data) % 16 == 0;
+  for (int i = 0; i < m.rows.ndim; ++i) ok = ok && m.rows.stride[i] * size % 16 == 0;
+  return ok;
+}
+
+template <typename C>
+Status launch_column_sums(const NormBwdParams& p, int groups, int arch, cudaStream_t stream) {
+  const int outputs = (p.dweight.data ? 1 : 0) + (p.dbias.data ? 1 : 0);
+  if (outputs == 0) return {};
+  return launch_rows(column_sums<C>, arch, (p.cols + 31) / 32 * outputs, 512, 1, 0, stream,
+                     static_cast<const C*>(p.workspace), groups, p.cols, p.dweight, p.dbias);
+}
+
+}  // namespace
+
+size_t norm_bwd_workspace_bytes(const NormBwdParams& p) {
+  Status status;
+  const Device* device = current_device(&status);
+  if (!device || p.rows == 0) return 0;
+  const int outputs = (p.dweight.data ? 1 : 0) + (p.dbias.data ? 1 : 0);
+  const int64_t size = p.s.dtype == DType::kFloat64 ? 8 : 4;
+  return size_t(outputs) * size_t(groups_of(p, plan_of(p, device->arch))) * size_t(p.cols * size);
+}
+
+Status launch_norm_bwd(const NormBwdParams& p, cudaStream_t stream) {
+  if (p.cols == 0) return {};
+  Status status;
+  const Device* device = current_device(&status);
+  if (!device) return status;
+  const int arch = device->arch;
+  const RowsPlan plan = plan_of(p, arch);
+  const int groups = groups_of(p, plan);
+  return dispatch_row_dtype(p.s.dtype, [&]<typename T>() -> Status {
+    using C = compute_t<T>;
+    if (groups > 0 && plan.tier == RowsTier::kStreaming) {
+      if (p.dx.data)
+        status = launch_rows(norm_bwd_streaming_dx<T>, arch, p.rows, plan.lanes, 1, 0, stream, p, TeamShape{plan.lanes, 1, 1});
+      if (status.ok() && (p.dweight.data || p.dbias.data))
+        status = launch_rows(norm_bwd_streaming_sums<C>, arch, (p.cols + 127) / 128 * groups, 128, 1, 0, stream, p);
+    } else if (groups > 0) {
+      const int64_t elements = int64_t(plan.lanes) * plan.vectors_per_thread * plan.vector;
+      const int64_t s_size = dtype_size(p.s.dtype), dy_size = dtype_size(p.dy.dtype);
+      BwdShape shape;
+      shape.team = {plan.lanes, plan.rows_per_cta, plan.cluster};
+      shape.groups = groups;
+      shape.stages = plan.stages;
+      shape.s_bytes = int(elements * s_size + 32);
+      shape.dy_bytes = int(elements * dy_size + 32);
+      const int64_t ring = plan.stages * norm_bwd_stage_bytes(plan, s_size, dy_size);
+      const int64_t merge = plan.rows_per_cta * elements * int64_t(sizeof(C));  // the slots' sums, after the ring's time
+      shape.weight_at = int(std::max(ring, merge));
+      shape.scratch_at = int(shape.weight_at + norm_bwd_weight_bytes(plan, sizeof(C)));
+      shape.own_units = in_units(p.s) && in_units(p.dy) && s_size == dy_size;
+      const size_t shared = size_t(shape.scratch_at) + kNormBwdScratchBytes * sizeof(C);
+      const auto launch = [&](auto kernel) {
+        return launch_rows(kernel, arch, groups, plan.cta_threads(), plan.cluster, shared, stream, p, shape);
+      };
+      if constexpr (sizeof(T) == 2)
+        if (plan.vectors_per_thread == 2)
+          status = launch(p.rms ? norm_bwd_resident<T, true, 2> : norm_bwd_resident<T, false, 2>);
+      if (plan.vectors_per_thread == 4)
+        status = launch(p.rms ? norm_bwd_resident<T, true, 4> : norm_bwd_resident<T, false, 4>);
+    }
+    if (!status.ok()) return status;
+    return launch_column_sums<C>(p, groups, arch, stream);
+  });
+}
+
+}  // namespace ampkernels::cuda

@@ -1,0 +1,377 @@
+// softmax and log_softmax forward: y = e^(s - max) / sum(e^(s - max)), s = scale * x + mask, or s - max - log(sum).
+//
+// Layout. Resident tiers: a row's scores live in registers, in the compute type, 32 registers per thread (rows_common.cuh
+// deals the vectors). Streaming tier: one CTA per row, online maximum and sum, then a second reading. Columns tier: softmax
+// over a dimension that is not the last; a lane per row keeps the accesses coalesced, the warps of a CTA share the columns.
+// Synchronisation. One barrier (or cluster barrier) for the maximum, one for the sum.
+// Skipped reads. Columns past the diagonal of a causal row, and vectors whose mask drops all of their elements.
+// Rounding points. s once (one fma), s - max, e^, the sum (fp32, or fp64 for fp64 rows), 1 / sum and the product; then y
+// once, to its dtype.
+#include "rows_common.cuh"
+
+namespace ampkernels::cuda {
+namespace {
+
+template <typename C>
+__device__ __forceinline__ C minus_infinity() {
+  return -C(INFINITY);
+}
+// What a kept element counts for the maximum at least: a row that keeps something is thereby told from one that does not.
+template <typename C>
+__device__ __forceinline__ C lowest() {
+  return sizeof(C) == 8 ? C(-1.7976931348623157e308) : C(-3.402823466e38f);
+}
+
+__device__ __forceinline__ int64_t kept_columns(const SoftmaxFwdParams& p, int64_t row) {
+  return p.causal ? min(p.cols, row % p.q_len + 1) : p.cols;
+}
+
+// One score and its claim on the maximum. `add` is the additive mask, -inf where a bool mask drops.
+template <bool kMasked, typename C>
+__device__ __forceinline__ C score(C x, C scale, C add, C& largest) {
+  if constexpr (kMasked) {
+    const bool kept = add != minus_infinity<C>();
+    const C s = kept ? fma(x, scale, add) : add;
+    largest = kept ? fmax(fmax(s, lowest<C>()), largest) : largest;
+    return s;
+  } else {
+    const C s = x * scale;
+    largest = fmax(s, largest);
+    return s;
+  }
+}
+
+// The scores of this lane's vectors among `limit` columns that start at column `begin` of the row; -inf elsewhere.
+template <typename T, bool kMasked, int K, int V, typename C>
+__device__ __forceinline__ C load_scores(const SoftmaxFwdParams& p, int64_t row, int64_t begin, int first, int step,
+                                         int limit, C (&s)[K][V]) {
+  const C scale = C(p.scale);
+  uint32_t keep = ~0u;
+  if constexpr (kMasked) {
+    const char* mask = p.mask.data ? row_pointer(p.mask, row, begin) : nullptr;
+    if (!mask) {
+#pragma unroll
+      for (int k = 0; k < K; ++k)
+#pragma unroll
+        for (int e = 0; e < V; ++e) s[k][e] = 0;
+    } else if (p.mask.dtype == DType::kBool) {
+      Vectors<uint8_t, V, K> m;
+      m.template load<Cache::kKeep>(mask, p.mask.col_stride, first, step, limit);
+      keep = 0;
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        uint32_t any = 0;
+#pragma unroll
+        for (int i = 0; i < m.pack[k].kWords; ++i) any |= m.pack[k].w[i];
+        keep |= uint32_t(any != 0) << k;
+#pragma unroll
+        for (int e = 0; e < V; ++e) s[k][e] = m.pack[k].element(e) ? C(0) : minus_infinity<C>();
+      }
+    } else {
+      with_dtype<T>(
+          p.mask.dtype,
+          [&]<typename D>() {
+            Vectors<D, V, K> m;
+            m.template load<Cache::kKeep>(mask, p.mask.col_stride, first, step, limit);
+#pragma unroll
+            for (int k = 0; k < K; ++k) m.get(k, s[k]);
+          },
+          [&] { load_other(mask, p.mask.dtype, p.mask.col_stride, first, step, limit, s); });
+      keep = 0;
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        bool any = false;
+#pragma unroll
+        for (int e = 0; e < V; ++e) any |= s[k][e] != minus_infinity<C>();
+        keep |= uint32_t(any) << k;
+      }
+    }
+  }
+  Vectors<T, V, K> x;
+  x.load(row_pointer(p.x, row, begin), p.x.col_stride, first, step, limit, keep);
+  C largest = minus_infinity<C>();
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    const int count = limit - (first + k * step) * V;
+    C v[V];
+    x.get(k, v);
+    if (count >= V) {
+      C top[V];
+#pragma unroll
+      for (int e = 0; e < V; ++e) {
+        top[e] = minus_infinity<C>();
+        s[k][e] = score<kMasked>(v[e], scale, s[k][e], top[e]);
+      }
+      largest = fmax(largest, tree(top, Max{}));
+    } else {
+#pragma unroll
+      for (int e = 0; e < V; ++e) {
+        C top = minus_infinity<C>();
+        const C z = score<kMasked>(v[e], scale, s[k][e], top);
+        s[k][e] = e < count ? z : minus_infinity<C>();
+        largest = e < count ? fmax(largest, top) : largest;
+      }
+    }
+  }
+  return largest;
+}
+
+// The end of every tier: from the row's maximum and sum to its results. Nothing kept: 0 (log: -inf).
+template <typename T, bool kMasked>
+struct Finish {
+  using C = compute_t<T>;
+  C max, factor;
+  bool log;
+
+  // The maximum to subtract: 0 where a mask keeps nothing, so that the exponentials are 0 and not NaN.
+  static __device__ __forceinline__ C shift(C largest) {
+    return kMasked && largest == minus_infinity<C>() ? C(0) : largest;
+  }
+  __device__ __forceinline__ Finish(const SoftmaxFwdParams& p, C largest, C sum) : max(shift(largest)), log(p.log) {
+    const bool empty = kMasked && largest == minus_infinity<C>();
+    if (log)
+      factor = empty ? C(0) : ::log(sum);
+    else
+      factor = empty ? C(0) : C(1) / sum;
+  }
+  __device__ __forceinline__ C from_score(C s) const {
+    return log ? (s - max) - factor : exp_of<T>(s - max) * factor;
+  }
+};
+
+template <typename T, bool kMasked>
+__global__ void __launch_bounds__(kRowsCtaThreads, kMasked ? 1 : 2)
+    softmax_fwd_resident(const __grid_constant__ SoftmaxFwdParams p, const TeamShape shape) {
+  using C = compute_t<T>;
+  constexpr int V = kVector<T>;
+  constexpr int K = kVectorsPerThread<RowsOp::kSoftmaxFwd, T>;
+  __shared__ C scratch[Team<C>::kScratch];
+  grid_launch_dependents();
+  grid_dependency_wait();
+
+  Team<C> team(shape, scratch);
+  const int64_t row = int64_t(blockIdx.x / shape.cluster) * shape.rows_per_cta + team.slot;
+  const bool active = row < p.rows;
+  const int first = team.first(K), step = team.lanes;
+
+  C s[K][V];
+  C largest[1] = {load_scores<T, kMasked>(p, active ? row : 0, 0, first, step, active ? int(kept_columns(p, row)) : 0, s)};
+  team.reduce(largest, Max{}, minus_infinity<C>());
+  const C max = Finish<T, kMasked>::shift(largest[0]);
+
+  C sum[1] = {0};
+  if (p.log) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      C e[V];
+#pragma unroll
+      for (int i = 0; i < V; ++i) e[i] = exp_of<T>(s[k][i] - max);
+      sum[0] += tree(e, Sum{});
+    }
+    team.reduce(sum, Sum{}, C(0));
+    const Finish<T, kMasked> finish(p, largest[0], sum[0]);
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+      for (int i = 0; i < V; ++i) s[k][i] = (s[k][i] - max) - finish.factor;
+  } else {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+#pragma unroll
+      for (int i = 0; i < V; ++i) s[k][i] = exp_of<T>(s[k][i] - max);
+      sum[0] += tree(s[k], Sum{});
+    }
+    team.reduce(sum, Sum{}, C(0));
+    const Finish<T, kMasked> finish(p, largest[0], sum[0]);
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+      for (int i = 0; i < V; ++i) s[k][i] *= finish.factor;
+  }
+  store_vectors<T>(row_pointer(p.y, active ? row : 0), p.y.dtype, p.y.col_stride, first, step, active ? int(p.cols) : 0,
+                   team.lane, team.lanes, s);
+}
+
+// Also fp64 rows of any length. A missing mask is a mask that keeps everything: the same bits.
+template <typename T>
+__global__ void __launch_bounds__(kRowsCtaThreads)
+    softmax_fwd_streaming(const __grid_constant__ SoftmaxFwdParams p, const TeamShape shape) {
+  using C = compute_t<T>;
+  constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kSoftmaxFwd, T>;
+  constexpr int kFar = 1 << 24;  // more columns than a tile, few enough for 32-bit byte offsets
+  __shared__ C scratch[Team<C>::kScratch];
+  grid_launch_dependents();
+  grid_dependency_wait();
+
+  Team<C> team(shape, scratch);
+  const int64_t r = int64_t(blockIdx.x) * shape.rows_per_cta + team.slot;
+  const bool active = r < p.rows;
+  const int64_t row = active ? r : 0, kept = active ? kept_columns(p, row) : 0;
+  const int tile = team.lanes * K * V;
+
+  C largest[1] = {minus_infinity<C>()}, sum[1] = {0};
+#pragma unroll 1
+  for (int64_t begin = 0; begin < kept; begin += tile) {
+    C s[K][V];
+    const C top =
+        load_scores<T, true>(p, row, begin, team.lane, team.lanes, int(min(kept - begin, int64_t(kFar))), s);
+    if (top > largest[0]) {
+      sum[0] *= exp_of<T>(largest[0] - top);
+      largest[0] = top;
+    }
+    const C max = largest[0] == minus_infinity<C>() ? C(0) : largest[0];  // nothing kept yet: the exponentials are 0
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+#pragma unroll
+      for (int i = 0; i < V; ++i) s[k][i] = exp_of<T>(s[k][i] - max);
+      sum[0] += tree(s[k], Sum{});
+    }
+  }
+  const C mine = largest[0];
+  team.reduce(largest, Max{}, minus_infinity<C>());
+  sum[0] *= mine == largest[0] ? C(1) : exp_of<T>(mine - largest[0]);
+  team.reduce(sum, Sum{}, C(0));
+  const Finish<T, true> finish(p, largest[0], sum[0]);
+
+#pragma unroll 1
+  for (int64_t begin = 0; begin < p.cols; begin += tile) {
+    C s[K][V];
+    const int limit = int(max(min(kept - begin, int64_t(kFar)), int64_t(0)));
+    load_scores<T, true>(p, row, begin, team.lane, team.lanes, limit, s);
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+      for (int i = 0; i < V; ++i) s[k][i] = finish.from_score(s[k][i]);
+    // A tile is written by itself: bytes that belong to a unit of the next tile go out one by one.
+    store_vectors<T>(row_pointer(p.y, row, begin), p.y.dtype, p.y.col_stride, team.lane, team.lanes,
+                     active ? int(min(p.cols - begin, int64_t(tile))) : 0, team.lane, team.lanes, s);
+  }
+}
+
+// Lane l of every warp works on row 32 * blockIdx.x + l; warp w takes columns w, w + warps, ... A row of one tile stays in
+// registers between the passes.
+template <typename T>
+__global__ void __launch_bounds__(32 * kColumnsMaxWarps)
+    softmax_fwd_columns(const __grid_constant__ SoftmaxFwdParams p, const int warps) {
+  using C = compute_t<T>;
+  constexpr int E = kColumnsPerThread;
+  __shared__ C scratch[2][kColumnsMaxWarps][33];
+  grid_launch_dependents();
+  grid_dependency_wait();
+
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  const int64_t row = int64_t(blockIdx.x) * 32 + lane;
+  const bool active = row < p.rows;
+  const int64_t at = active ? row : 0;
+  const int64_t kept = active ? kept_columns(p, row) : 0;
+  const T* x = reinterpret_cast<const T*>(row_pointer(p.x, at));
+  const int64_t mask = p.mask.data ? row_offset(p.mask.rows, at) : 0;
+  const C scale = C(p.scale);
+
+  C s[E];
+  const auto load = [&](int64_t begin) {
+    const T* q = x + (begin + warp) * p.x.col_stride;
+    C top = minus_infinity<C>();
+#pragma unroll
+    for (int e = 0; e < E; ++e) {
+      s[e] = begin + warp + e * warps < kept ? to_compute<C>(*q) : C(0);
+      q += warps * p.x.col_stride;
+    }
+    if (p.mask.data) {
+#pragma unroll 1
+      for (int i = 0; i < E; ++i) {
+        const int64_t c = begin + warp + i * warps;
+        if (c >= kept) break;
+        C add = load_as<C>(p.mask.data, p.mask.dtype, mask + c * p.mask.col_stride);
+        if (p.mask.dtype == DType::kBool) add = add != C(0) ? C(0) : minus_infinity<C>();
+#pragma unroll
+        for (int e = 0; e < E; ++e)
+          if (e == i) s[e] = score<true>(s[e], scale, add, top);
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < E; ++e) {
+      if (begin + warp + e * warps >= kept)
+        s[e] = minus_infinity<C>();
+      else if (!p.mask.data)
+        s[e] = score<true>(s[e], scale, C(0), top);
+    }
+    return top;
+  };
+
+  const int64_t tile = int64_t(E) * warps;
+  C largest = minus_infinity<C>(), sum = 0;
+#pragma unroll 1
+  for (int64_t begin = 0; begin < p.cols; begin += tile) {
+    const C top = load(begin);
+    if (top > largest) {
+      sum *= exp_of<T>(largest - top);
+      largest = top;
+    }
+    const C max = largest == minus_infinity<C>() ? C(0) : largest;
+#pragma unroll
+    for (int e = 0; e < E; ++e) sum += exp_of<T>(s[e] - max);
+  }
+  scratch[0][warp][lane] = largest;
+  scratch[1][warp][lane] = sum;
+  __syncthreads();
+  C all = minus_infinity<C>(), total = 0;
+  for (int w = 0; w < warps; ++w) all = fmax(all, scratch[0][w][lane]);
+  for (int w = 0; w < warps; ++w) {
+    const C m = scratch[0][w][lane];
+    total += scratch[1][w][lane] * (m == all ? C(1) : exp_of<T>(m - all));
+  }
+  const Finish<T, true> finish(p, all, total);
+
+  if (!active) return;
+  char* y = row_pointer(p.y, row);
+#pragma unroll 1
+  for (int64_t begin = 0; begin < p.cols; begin += tile) {
+    if (p.cols > tile) load(begin);
+#pragma unroll
+    for (int e = 0; e < E; ++e) s[e] = finish.from_score(s[e]);
+    const auto store = [&]<typename O>() {
+      O* q = reinterpret_cast<O*>(y) + (begin + warp) * p.y.col_stride;
+#pragma unroll
+      for (int e = 0; e < E; ++e) {
+        if (begin + warp + e * warps < p.cols) *q = round_to<O>(s[e]);
+        q += warps * p.y.col_stride;
+      }
+    };
+    with_dtype<T>(p.y.dtype, store, [&] {
+#pragma unroll 1
+      for (int i = 0; i < E; ++i) {
+        C value = s[0];
+#pragma unroll
+        for (int e = 0; e < E; ++e) value = e == i ? s[e] : value;
+        const int64_t c = begin + warp + i * warps;
+        if (c < p.cols) store_as(y, p.y.dtype, c * p.y.col_stride, value);
+      }
+    });
+  }
+}
+
+}  // namespace
+
+Status launch_softmax_fwd(const SoftmaxFwdParams& p, cudaStream_t stream) {
+  if (p.rows == 0 || p.cols == 0) return {};
+  Status status;
+  const Device* device = current_device(&status);
+  if (!device) return status;
+  const RowsLayout layout = layout_of(p.cols, p.x);
+  const RowsPlan plan = plan_rows(RowsOp::kSoftmaxFwd, p.cols, p.x.dtype, p.x.dtype, layout, device->arch);
+  const TeamShape shape{plan.lanes, plan.rows_per_cta, plan.cluster};
+  const int64_t ctas = (p.rows + plan.rows_per_cta - 1) / plan.rows_per_cta;
+  return dispatch_row_dtype(p.x.dtype, [&]<typename T>() -> Status {
+    [[maybe_unused]] const bool masked = p.mask.data != nullptr;
+    if (plan.tier == RowsTier::kColumns)
+      return launch_rows(softmax_fwd_columns<T>, device->arch, ctas, plan.cta_threads(), 1, 0, stream, p, plan.lanes);
+    if constexpr (sizeof(T) < 8)
+      if (plan.tier != RowsTier::kStreaming)
+        return launch_rows(masked ? softmax_fwd_resident<T, true> : softmax_fwd_resident<T, false>, device->arch, ctas,
+                           plan.cta_threads(), plan.cluster, 0, stream, p, shape);
+    return launch_rows(softmax_fwd_streaming<T>, device->arch, ctas, plan.cta_threads(), 1, 0, stream, p, shape);
+  });
+}
+
+}  // namespace ampkernels::cuda
