@@ -405,7 +405,7 @@ Status launch_norm_fwd(const NormFwdParams& p, cudaStream_t stream) {
   const RowsPlan plan =
       plan_rows(RowsOp::kNormFwd, p.cols, p.x.dtype, p.x.dtype, layout_of(p.cols, p.x), device->arch);
   const TeamShape shape = team_shape(plan, p.cols);
-  const size_t scratch = size_t(team_scratch_bytes(shape, p.x.dtype == p.x.dtypeype::kFloat64 ? 8 : 4));
+  const size_t scratch = size_t(team_scratch_bytes(shape, p.x.dtype == DType::kFloat64 ? 8 : 4));
   const int64_t ctas = (p.rows + plan.rows_per_cta - 1) / plan.rows_per_cta;
   return dispatch_row_dtype(p.x.dtype, [&]<typename T>() -> Status {
     if constexpr (sizeof(T) < 8)

@@ -282,7 +282,7 @@ Status launch_softmax_bwd(const SoftmaxBwdParams& p, cudaStream_t stream) {
   const RowsPlan plan =
       plan_rows(RowsOp::kSoftmaxBwd, p.cols, p.y.dtype, p.dy.dtype, layout_of(p.cols, p.y), device->arch);
   const TeamShape shape = team_shape(plan, p.cols);
-  const size_t scratch = size_t(team_scratch_bytes(shape, p.y.dtype == p.y.dtypeype::kFloat64 ? 8 : 4));
+  const size_t scratch = size_t(team_scratch_bytes(shape, p.y.dtype == DType::kFloat64 ? 8 : 4));
   const int64_t ctas = (p.rows + plan.rows_per_cta - 1) / plan.rows_per_cta;
   return dispatch_row_dtype(p.y.dtype, [&]<typename T>() -> Status {
     if (plan.tier == RowsTier::kColumns)
