@@ -112,11 +112,11 @@ bool operand_map(MapCache& cache, const GemmOperand& o, int64_t outer, int64_t k
   return cache.get(key, map);
 }
 
-bool output(MapCache& cache, void* data, int64_t ld, int64_t rows, int64_t cols, int strip, bool half, Out90* out) {
+bool output(MapCache& cache, void* data, int64_t ld, int64_t rows, int64_t cols, int panel, bool half, Out90* out) {
   out->data = data;
   out->ld = ld;
   out->tma = data != nullptr && tma_can_address(data, ld, rows);
-  return !out->tma || cache.get(MapKey{data, cols, rows, ld, strip, 64, half, strip == 32}, &out->map);
+  return !out->tma || cache.get(MapKey{data, cols, rows, ld, panel, 64, half, panel == 32}, &out->map);
 }
 
 // ------------------------------------------------------------------------------------------------------------- problem
@@ -236,17 +236,19 @@ Status launch_gemm_sm90(const GemmParams& p, const GemmSm90Plan& plan, cudaStrea
     args.d.ld = p.ldd;
     args.d.paired = reinterpret_cast<uintptr_t>(p.d) % 8 == 0 && p.ldd % 2 == 0;
   } else {
-    mapped = mapped && output(cache, p.d, p.ldd, p.m, n_out, kernel.strip, half, &args.d);
+    mapped = mapped && output(cache, p.d, p.ldd, p.m, n_out, kernel.panel, half, &args.d);
   }
   if (p.pre != nullptr) {
-    mapped = mapped && output(cache, p.pre, p.ldpre, p.m, n_out, kernel.strip, half, &args.pre);
+    mapped = mapped && output(cache, p.pre, p.ldpre, p.m, n_out, kernel.panel, half, &args.pre);
     if (gated) {
-      mapped = mapped && output(cache, static_cast<uint16_t*>(p.pre) + n_out, p.ldpre, p.m, n_out, kernel.strip, half, &args.pre_up);
+      mapped = mapped && output(cache, static_cast<uint16_t*>(p.pre) + n_out, p.ldpre, p.m, n_out, kernel.panel, half, &args.pre_up);
     }
   }
   if (p.act_out != nullptr) {
-    mapped = mapped && output(cache, p.act_out, p.ldact_out, p.m, p.n, kernel.strip, half, &args.act_out);
+    mapped = mapped && output(cache, p.act_out, p.ldact_out, p.m, p.n, kernel.panel, half, &args.act_out);
   }
+  args.d_slot = (p.pre != nullptr ? (gated ? 2 : 1) : 0) + (p.act_out != nullptr ? 1 : 0);
+  args.buffered = args.d.tma || args.pre.tma || args.pre_up.tma || args.act_out.tma;
   if (!mapped) return {"gemm: encoding a tensor map failed", 0};
 
   Schedule90& s = args.schedule;

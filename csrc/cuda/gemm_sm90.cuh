@@ -12,9 +12,9 @@
 // Products  one WGMMA group (64 k) in flight while the next slot is awaited; a slot is released one step behind.
 // Sums      kFp32: one chain over k in the accumulators. kFp32Chunked: every chunk from zero in a second fragment, added
 //           in fp32, round to nearest, in ascending order. kFp16: the same with an fp16 fragment.
-// Epilogue  by strips of 64 rows and kStrip columns: bias and activation in fp32, one rounding, stmatrix into a swizzled
-//           buffer, TMA store; the next strip does not wait for it. fp32 results go straight from the registers (a
-//           fragment row is a full 32-byte sector).
+// Epilogue  by panels of kPanel columns: bias and activation in fp32, one rounding, stmatrix into a swizzled buffer, TMA
+//           store; the next panel does not wait for it. fp32 results go straight from the registers (a fragment row is a
+//           full 32-byte sector).
 #pragma once
 
 #include <type_traits>
@@ -50,18 +50,23 @@ struct Config {
   static constexpr int kAccumulators = kBlockN / 2;      // per thread and fragment
   static constexpr int kOutN = kGated ? kBlockN / 2 : kBlockN;
 
-  // As wide a strip as the registers beside the accumulators (and the part of a chunk) can hold.
+  // The epilogue goes by panels, each one fence, one barrier and one store per 64 rows, and in a panel by strips, as wide
+  // as the registers beside the accumulators (and the part of a chunk) can hold.
   static constexpr bool kLean = kFragments * kAccumulators > 128 || kChain != Chain::kFp32;
-  static constexpr int kStrip = kKind == EpilogueKind::kLinear ? (kLean ? 32 : 64) : (kLean ? 16 : 32);
+  static constexpr int kPanel = kOutN % 64 != 0 || kChain != Chain::kFp32 || (kGated && kFragments == 1) ? 32 : 64;
+  static constexpr int kWidest = kKind == EpilogueKind::kLinear ? (kLean ? 32 : 64) : (kLean ? 16 : 32);
+  static constexpr int kStrip = kWidest < kPanel ? kWidest : kPanel;
+  static constexpr int kPanels = kOutN / kPanel;
+  static constexpr int kStripsAcross = kPanel / kStrip;  // a panel, one fragment's rows
+  static constexpr int kStripsPerPanel = kFragments * kStripsAcross;
+  static constexpr int kBuffers = kGated || kPanel == 32 ? 3 : 2;  // panels per warpgroup
+  static constexpr int kFragmentBytes = 64 * kPanel * 2;
+  static constexpr int kBufferBytes = kFragments * kFragmentBytes;
   // Cooperative warpgroups take turns of kTurnBlocks at the tensor cores, so that they do not finish together and one's
   // promotion or epilogue runs under the other's products.
   static constexpr bool kTurns = !kPingpong && kTurns_;
     static constexpr int kProducerRegisters = kLean ? 24 : 40;
   static constexpr int kConsumerRegisters = kLean ? 240 : 232;
-  static constexpr int kStripsPerFragment = kOutN / kStrip;
-  static constexpr int kStrips = kFragments * kStripsPerFragment;
-  static constexpr int kBuffers = kStrip == 64 ? 2 : 3;  // per warpgroup
-  static constexpr int kBufferBytes = 64 * kStrip * 2;
 
   static constexpr int kBytesA = kBlockM * kBlockK * 2, kBytesB = kBlockN * kBlockK * 2;
   static constexpr int kStageBytes = kBytesA + kBytesB;
@@ -78,7 +83,7 @@ struct Config {
   static constexpr int kSmemBytes = kOffsetOrder + kConsumers * 8;
 
   static_assert(kStages >= 3 && kSmemBytes <= kMaxSmem);
-  static_assert(kBlockM % 64 == 0 && kBlockN % 64 == 0 && kOutN % kStrip == 0);
+  static_assert(kBlockM % 64 == 0 && kBlockN % 64 == 0 && kOutN % kPanel == 0);
   static_assert(kChain == Chain::kFp32 || kFragments == 1, "the chunk's fragment has no registers beside two of them");
 };
 
@@ -337,16 +342,21 @@ struct Epilogue {
   static constexpr int kValues = C::kStrip / 2;  // per thread and strip: columns 8 j + 2 (lane % 4) + {0, 1}, rows lane / 4 + {0, 8}
 
   const Args90& args;
-  uint8_t* smem;
+  uint32_t smem;
   int group;
-  int next = 0;  // buffer
+  int next = 0;  // the buffer of the next panel's first result
 
-  // The tile's bias, in fp32; gated: gate, then up.
-  __device__ __forceinline__ float* bias() const {
-    return reinterpret_cast<float*>(smem + C::kOffsetBias) + group * C::kBlockN;
-  }
   __device__ __forceinline__ bool leader() const { return threadIdx.x % kWarpgroup == 0; }
   __device__ __forceinline__ void sync() const { ptx::named_barrier_sync(1 + group, kWarpgroup); }
+
+  // The tile's bias, in fp32; gated: gate, then up.
+  __device__ __forceinline__ uint32_t bias() const { return smem + C::kOffsetBias + group * C::kBlockN * 4; }
+
+  // The buffer of the panel's result number `slot`.
+  __device__ __forceinline__ uint32_t buffer(int slot) const {
+    const int i = next + slot;
+    return smem + C::kOffsetEpilogue + (group * C::kBuffers + (i < C::kBuffers ? i : i - C::kBuffers)) * C::kBufferBytes;
+  }
 
   __device__ __forceinline__ void load_bias(int col0) {
     if (args.bias.data == nullptr) return;
@@ -355,7 +365,8 @@ struct Epilogue {
       const bool up = C::kGated && i >= C::kBlockN / 2;
       const int col = col0 + i - (up ? C::kBlockN / 2 : 0);
       const int64_t at = (up ? args.n_out : 0) + col;
-      bias()[i] = col < args.n_out ? load_as<float>(args.bias.data, args.bias.dtype, at * args.bias.stride) : 0.0f;
+      const float b = col < args.n_out ? load_as<float>(args.bias.data, args.bias.dtype, at * args.bias.stride) : 0.0f;
+      ptx::store_shared(bias() + i * 4, b);
     }
   }
 
@@ -363,7 +374,7 @@ struct Epilogue {
     if (args.bias.data == nullptr) return;
 #pragma unroll
     for (int j = 0; j < C::kStrip / 8; ++j) {
-      const float2 b = *reinterpret_cast<const float2*>(bias() + first + 8 * j + 2 * (threadIdx.x % 4));
+      const float2 b = ptx::load_shared_pair(bias() + (first + 8 * j + 2 * (threadIdx.x % 4)) * 4);
       v[4 * j] += b.x;
       v[4 * j + 1] += b.y;
       v[4 * j + 2] += b.x;
@@ -375,9 +386,10 @@ struct Epilogue {
   __device__ __forceinline__ int fragment_row(int h) const { return threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4 + 8 * h; }
   __device__ __forceinline__ int fragment_col(int j) const { return 8 * j + 2 * (threadIdx.x % 4); }
 
-  // Rounds a strip once, to T, and writes it: through a swizzled buffer and TMA, which clips at the edges, or, where TMA
-  // cannot address the matrix, from the registers.
-  __device__ __forceinline__ void store16(const Out90& out, const float (&v)[kValues], int row, int col) {
+  // Rounds a strip once, to T, and writes it: into the panel's buffer, in the swizzle that TMA reads, or, where TMA cannot
+  // address the matrix, from the registers.
+  __device__ __forceinline__ void store16(const Out90& out, int slot, const float (&v)[kValues], int fragment, int across,
+                                          int row, int col) {
     uint32_t pairs[kValues / 2];
 #pragma unroll
     for (int i = 0; i < kValues / 2; ++i) pairs[i] = round_pair<T>(v[2 * i], v[2 * i + 1]);
@@ -385,26 +397,28 @@ struct Epilogue {
       store_pairs(out, pairs, row, col);
       return;
     }
-    const uint32_t buffer =
-        ptx::smem_address(smem) + C::kOffsetEpilogue + (group * C::kBuffers + next) * C::kBufferBytes;
+    constexpr int kRowBytes = C::kPanel * 2, kChunks = kRowBytes / 16;  // the swizzle: 16-byte chunks by 128-byte lines
     const int lane = threadIdx.x % 32;
     const int r = threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
+    const uint32_t base = buffer(slot) + fragment * C::kFragmentBytes + r * kRowBytes;
+    const int turn = r * kRowBytes / 128 % kChunks;
+    const int first = across * (C::kStrip / 8) + lane / 16;
 #pragma unroll
     for (int q = 0; q < C::kStrip / 16; ++q) {
-      const int chunk = 2 * q + lane / 16;
-      constexpr int kRowBytes = C::kStrip * 2, kChunks = kRowBytes / 16;  // the swizzle: 16-byte chunks by 128-byte lines
-      const int at = r * kRowBytes + ((chunk ^ (r * kRowBytes / 128 % kChunks)) << 4);
-      ptx::stmatrix_x4(buffer + at, pairs[4 * q], pairs[4 * q + 1], pairs[4 * q + 2], pairs[4 * q + 3]);
+      ptx::stmatrix_x4(base + (((first + 2 * q) ^ turn) << 4), pairs[4 * q], pairs[4 * q + 1], pairs[4 * q + 2],
+                       pairs[4 * q + 3]);
     }
-    ptx::fence_async_proxy();
-    // Before the barrier lets anyone go on to the next buffer, that buffer's store, kBuffers - 1 ago, has read it.
-    if (leader()) ptx::bulk_wait_read<C::kBuffers - 2>();
-    sync();
-    if (leader()) {
-      ptx::tma_store_2d(&out.map, buffer, col, row);
-      ptx::bulk_commit();
+  }
+
+  // Sends the panel's buffer on its way. The leader alone.
+  __device__ __forceinline__ void send(const Out90& out, int slot, int row0, int col) const {
+    if (!out.tma) return;
+#pragma unroll
+    for (int f = 0; f < C::kFragments; ++f) {
+      if (row0 + f * 64 < args.m) {
+        ptx::tma_store_2d(&out.map, buffer(slot) + f * C::kFragmentBytes, col, row0 + f * 64);
+      }
     }
-    next = next + 1 == C::kBuffers ? 0 : next + 1;
   }
 
   __device__ __forceinline__ void store_pairs(const Out90& out, const uint32_t (&pairs)[kValues / 2], int row, int col) const {
@@ -471,109 +485,142 @@ struct Epilogue {
     }
   }
 
-  __device__ __forceinline__ void store_d(float (&v)[kValues], int row, int col) {
-    if (args.d_fp32) {
-      store32(static_cast<float*>(args.d.data), args.d.ld, args.n_out, args.d.paired, args.beta, v, row, col);
-    } else {
-      store16(args.d, v, row, col);
-    }
-  }
-
+  // Strip number `strip` of the tile: panel by panel, in a panel fragment by fragment.
   template <int kStripIndex>
   __device__ __forceinline__ static void take(const Accumulators<C>& acc, float (&v)[kValues], float (&up)[kValues]) {
-    constexpr int f = kStripIndex / C::kStripsPerFragment, s = kStripIndex % C::kStripsPerFragment;
+    constexpr int panel = kStripIndex / C::kStripsPerPanel, s = kStripIndex % C::kStripsPerPanel;
+    constexpr int f = s / C::kStripsAcross, at = (panel * C::kPanel + s % C::kStripsAcross * C::kStrip) / 2;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
-      v[i] = acc.sum[f][s * kValues + i];
-      if constexpr (C::kGated) up[i] = acc.sum[f][C::kAccumulators / 2 + s * kValues + i];
+      v[i] = acc.sum[f][at + i];
+      if constexpr (C::kGated) up[i] = acc.sum[f][C::kAccumulators / 2 + at + i];
     }
   }
   // The loop over strips stays a loop, so that the code of nine activations exists once: a strip is copied out of the
   // accumulators by a uniform branch, since registers cannot be indexed.
-  template <int kStripIndex = 0>
+  template <int kBegin = 0, int kEnd = C::kPanels * C::kStripsPerPanel>
   __device__ __forceinline__ static void take(const Accumulators<C>& acc, int strip, float (&v)[kValues], float (&up)[kValues]) {
-    if constexpr (kStripIndex + 1 == C::kStrips) {
-      take<kStripIndex>(acc, v, up);
-    } else if (strip == kStripIndex) {
-      take<kStripIndex>(acc, v, up);
+    if constexpr (kBegin + 1 == kEnd) {
+      take<kBegin>(acc, v, up);
     } else {
-      take<kStripIndex + 1>(acc, strip, v, up);
+      constexpr int kMiddle = (kBegin + kEnd) / 2;
+      if (strip < kMiddle) {
+        take<kBegin, kMiddle>(acc, strip, v, up);
+      } else {
+        take<kMiddle, kEnd>(acc, strip, v, up);
+      }
     }
   }
 
   __device__ __forceinline__ void run(const Accumulators<C>& acc, int row0, int col0, int split) {
     const bool partial = args.partials != nullptr;
+    const int results = args.d_slot + 1;
     sync();  // the bias is there
 #pragma unroll 1
-    for (int strip = 0; strip < C::kStrips; ++strip) {
-      const int row = row0 + strip / C::kStripsPerFragment * 64;
-      const int first = strip % C::kStripsPerFragment * C::kStrip;
-      const int col = col0 + first;
-      if (row >= args.m || col >= args.n_out) continue;
-      float v[kValues], up[kValues];
-      if (C::kKind != EpilogueKind::kActGrad || partial) take(acc, strip, v, up);
-      if (partial) {
-        float* base = args.partials + int64_t(split) * args.m * args.n;
-        if constexpr (C::kGated) store32(base + args.n_out, args.n, args.n_out, args.n_out % 2 == 0, false, up, row, col);
-        store32(base, args.n, args.n_out, args.n % 2 == 0, false, v, row, col);
-        continue;
+    for (int panel = 0; panel < C::kPanels; ++panel) {
+      const int panel_col = col0 + panel * C::kPanel;
+      if (panel_col >= args.n_out || row0 >= args.m) break;
+      if (2 * results > C::kBuffers) {  // otherwise the last panel's barrier has seen to it
+        if (leader()) ptx::bulk_wait_read<0>();
+        sync();
       }
-      if constexpr (C::kKind == EpilogueKind::kActGrad) {
-        uint32_t saved[kValues / 2];
-        load_pairs(args.saved, saved, row, col);
-        if (args.act_out.data != nullptr) {
-          float y[kValues];
-          with_activation(args.saved_is_output ? Activation::kNone : args.activation, [&]<Activation A>() {
+#pragma unroll 1
+      for (int strip = 0; strip < C::kStripsPerPanel; ++strip) {
+        const int fragment = strip / C::kStripsAcross, across = strip % C::kStripsAcross;
+        const int row = row0 + fragment * 64;
+        const int first = panel * C::kPanel + across * C::kStrip;
+        const int col = col0 + first;
+        if (row >= args.m) break;
+        float v[kValues], up[kValues];
+        const int index = panel * C::kStripsPerPanel + strip;
+        if (C::kKind != EpilogueKind::kActGrad || partial) take(acc, index, v, up);
+        if (partial) {
+          float* base = args.partials + int64_t(split) * args.m * args.n;
+          const bool paired = args.n_out % 2 == 0;
+          if constexpr (C::kGated) store32(base + args.n_out, args.n, args.n_out, paired, false, up, row, col);
+          store32(base, args.n, args.n_out, paired, false, v, row, col);
+          continue;
+        }
+        if constexpr (C::kKind == EpilogueKind::kActGrad) {
+          uint32_t saved[kValues / 2];
+          load_pairs(args.saved, saved, row, col);
+          if (args.act_out.data != nullptr) {
+            float y[kValues];
+            with_activation(args.saved_is_output ? Activation::kNone : args.activation, [&]<Activation A>() {
+#pragma unroll
+              for (int i = 0; i < kValues / 2; ++i) {
+                widen_pair<T>(saved[i], y[2 * i], y[2 * i + 1]);
+                y[2 * i] = activation<A>(y[2 * i]);
+                y[2 * i + 1] = activation<A>(y[2 * i + 1]);
+              }
+            });
+            store16(args.act_out, 0, y, fragment, across, row, col);
+          }
+          take(acc, index, v, up);
+          with_activation(args.activation, [&]<Activation A>() {
 #pragma unroll
             for (int i = 0; i < kValues / 2; ++i) {
-              widen_pair<T>(saved[i], y[2 * i], y[2 * i + 1]);
-              y[2 * i] = activation<A>(y[2 * i]);
-              y[2 * i + 1] = activation<A>(y[2 * i + 1]);
+              float x0, x1;
+              widen_pair<T>(saved[i], x0, x1);
+              v[2 * i] *= activation_grad<A>(x0);
+              v[2 * i + 1] *= activation_grad<A>(x1);
             }
           });
-          store16(args.act_out, y, row, col);
-        }
-        take(acc, strip, v, up);
-        with_activation(args.activation, [&]<Activation A>() {
-#pragma unroll
-          for (int i = 0; i < kValues / 2; ++i) {
-            float x0, x1;
-            widen_pair<T>(saved[i], x0, x1);
-            v[2 * i] *= activation_grad<A>(x0);
-            v[2 * i + 1] *= activation_grad<A>(x1);
+        } else if constexpr (C::kGated) {
+          add_bias(v, first);
+          add_bias(up, C::kBlockN / 2 + first);
+          if (args.pre.data != nullptr) {
+            store16(args.pre, 0, v, fragment, across, row, col);
+            store16(args.pre_up, 1, up, fragment, across, row, col);
           }
-        });
-      } else if constexpr (C::kGated) {
-        add_bias(v, first);
-        add_bias(up, C::kBlockN / 2 + first);
-        if (args.pre.data != nullptr) {
-          store16(args.pre, v, row, col);
-          store16(args.pre_up, up, row, col);
+          with_activation(args.activation, [&]<Activation A>() {
+#pragma unroll
+            for (int i = 0; i < kValues; ++i) v[i] = activation<A>(v[i]) * up[i];
+          });
+        } else {
+          add_bias(v, first);
+          if (args.pre.data != nullptr) store16(args.pre, 0, v, fragment, across, row, col);
+          if (args.activation != Activation::kNone) {
+            with_activation(args.activation, [&]<Activation A>() {
+#pragma unroll
+              for (int i = 0; i < kValues; ++i) v[i] = activation<A>(v[i]);
+            });
+          }
         }
-        with_activation(args.activation, [&]<Activation A>() {
-#pragma unroll
-          for (int i = 0; i < kValues; ++i) v[i] = activation<A>(v[i]) * up[i];
-        });
-      } else {
-        add_bias(v, first);
-        if (args.pre.data != nullptr) store16(args.pre, v, row, col);
-        with_activation(args.activation, [&]<Activation A>() {
-#pragma unroll
-          for (int i = 0; i < kValues; ++i) v[i] = activation<A>(v[i]);
-        });
+        if (args.d_fp32) {
+          store32(static_cast<float*>(args.d.data), args.d.ld, args.n_out, args.d.paired, args.beta, v, row, col);
+        } else {
+          store16(args.d, args.d_slot, v, fragment, across, row, col);
+        }
       }
-      store_d(v, row, col);
+      if (args.buffered) {
+        ptx::fence_async_proxy();
+        // Before the barrier lets anyone go on to the next panel's buffers, the stores before this panel's have read them.
+        if (leader()) ptx::bulk_wait_read<0>();
+        sync();
+        if (leader()) {
+          send(args.d, args.d_slot, row0, panel_col);
+          if constexpr (C::kKind == EpilogueKind::kActGrad) {
+            send(args.act_out, 0, row0, panel_col);
+          } else {
+            send(args.pre, 0, row0, panel_col);
+            if constexpr (C::kGated) send(args.pre_up, 1, row0, panel_col);
+          }
+          ptx::bulk_commit();
+        }
+        next += results;
+        if (next >= C::kBuffers) next -= C::kBuffers;
+      }
     }
   }
 };
 
 template <class C>
-__device__ __forceinline__ void consume(const Args90& args, uint8_t* smem, int group) {
+__device__ __forceinline__ void consume(const Args90& args, uint32_t smem, int group) {
   const Schedule90& s = args.schedule;
   const auto [rank, first, step] = walk_of(s);
-  const uint32_t base = ptx::smem_address(smem);
-  Ring<C> ring{base, s.share != Share::kNone, rank};
-  Turns<C> turns{base, group, group == 0 ? 1u : 0u};
+  Ring<C> ring{smem, s.share != Share::kNone, rank};
+  Turns<C> turns{smem, group, group == 0 ? 1u : 0u};
   Epilogue<C> epilogue{args, smem, group};
 
   if (C::kPingpong && group == 1 && first < s.items) ring.skip(blocks_of(s, first / s.items_per_split));
@@ -603,7 +650,8 @@ template <class C>
 __global__ void __launch_bounds__(kThreads, 1) gemm_sm90_kernel(const __grid_constant__ Args90 args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t smem[];
-  const uint32_t base = ptx::smem_address(smem);
+  uint32_t base = ptx::smem_address(smem);
+  asm volatile("" : "+r"(base));  // kept, not computed again from the CTA's window in every loop
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   const bool clustered = args.schedule.share != Share::kNone;
 
@@ -628,7 +676,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_sm90_kernel(const __grid_con
     if (threadIdx.x / 32 == 0 && ptx::elect_one()) produce<C>(args, base);
   } else {
     ptx::register_alloc<C::kConsumerRegisters>();
-    consume<C>(args, smem, group - 1);
+    consume<C>(args, base, group - 1);
   }
   // A CTA stays until its neighbour has sent the last copy and arrival it owes to this one's shared memory.
   if (clustered) {

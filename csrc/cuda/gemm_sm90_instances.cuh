@@ -11,7 +11,7 @@ Kernel90 instance() {
   constexpr TileShape kShape = tile_shape(kTile);
   using C = Config<T, kMnMajorA, kMnMajorB, kKind, kShape.m, kShape.n, kShape.schedule, kChain>;
   static KernelState90 state;
-  return {reinterpret_cast<const void*>(&gemm_sm90_kernel<C>), C::kBlockM, C::kBlockN, C::kStrip, C::kSmemBytes, C::kStages,
+  return {reinterpret_cast<const void*>(&gemm_sm90_kernel<C>), C::kBlockM, C::kBlockN, C::kPanel, C::kSmemBytes, C::kStages,
           C::kPingpong, &state};
 }
 

@@ -46,6 +46,8 @@ struct Args90 {
   VectorIn bias;
   Activation activation;
   bool saved_is_output, d_fp32, beta;
+  bool buffered;   // some result leaves through shared memory
+  int32_t d_slot;  // d's buffer of a panel, after those of the other results
   int32_t m, n, n_out;
   float* partials;  // split K: (splits, m, n) fp32 sums instead of the epilogue
   Schedule90 schedule;
@@ -61,7 +63,7 @@ struct KernelState90 {
 // One instance of the kernel.
 struct Kernel90 {
   const void* function = nullptr;
-  int block_m = 0, block_n = 0, strip = 0;
+  int block_m = 0, block_n = 0, panel = 0;
   int smem_bytes = 0;
   int stages = 0;
   bool pingpong = false;

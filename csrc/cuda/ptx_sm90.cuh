@@ -127,6 +127,15 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t smem, uint32_t a, uint32_t 
                : "memory");
 }
 
+__device__ __forceinline__ void store_shared(uint32_t smem, float v) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem), "f"(v) : "memory");
+}
+__device__ __forceinline__ float2 load_shared_pair(uint32_t smem) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(smem) : "memory");
+  return v;
+}
+
 // ------------------------------------------------------------------------------------------------------- warpgroup MMA
 
 template <int kRegisters>

@@ -43,18 +43,19 @@ struct GemmSm90Plan {
   int splits = 1;
 };
 
-// Cost of one tile in tensor-core cycles, from the counts of docs/gemm.md: products at the share of their peak that the
-// tile's shared-memory traffic allows, and the epilogue where nothing hides it.
-inline double tile_cycles(TileSm90 tile, int64_t k_blocks, bool heavy_epilogue) {
+// Cost of one tile in tensor-core cycles, fitted to the measurements in docs/gemm.md: the products at the share of their
+// peak that the tile reaches, and the epilogue where nothing hides it.
+inline double tile_cycles(TileSm90 tile, int64_t k_blocks, bool activated) {
   const TileShape shape = tile_shape(tile);
-  const bool pingpong = shape.schedule == Schedule::kPingpong;
-  const double products = double(shape.m) * shape.n * 64 * 2 / 8192;
-  const double efficiency = tile == TileSm90::kPing128x192 ? 0.885 : tile == TileSm90::kPing128x128 ? 0.86 : 0.85;
-  const double elements = double(shape.m) * shape.n;
-  // A ping-pong epilogue is hidden unless it is longer than the other tile's products.
-  const double epilogue = elements * (heavy_epilogue ? 0.12 : 0.06);
-  const double main = double(k_blocks) * products / 2 / efficiency;
-  return pingpong ? std::max(main, (main + epilogue) / 2) + 300 : main + epilogue + 600;
+  const double area = double(shape.m) * shape.n;
+  const double reached = tile == TileSm90::kPing128x192 ? 0.89 : tile == TileSm90::kPing128x128 ? 0.87 : 0.86;
+  const double products = double(k_blocks) * area / 32 / reached;
+  if (shape.schedule == Schedule::kPingpong) {
+    // One warpgroup alone in its epilogue; longer than the other's products, it holds both up.
+    const double epilogue = area * (activated ? 0.9 : 0.45);
+    return std::max(products, (products + epilogue) / 2);
+  }
+  return products + area * (activated ? 0.45 : 0.15);
 }
 
 inline GemmSm90Plan plan_gemm_sm90(const GemmParams& p, int sms) {
@@ -71,11 +72,11 @@ inline GemmSm90Plan plan_gemm_sm90(const GemmParams& p, int sms) {
   } else if (p.accumulate.chunk > 0) {
     plan.tile = TileSm90::kCoop128x192;
   } else {
-    const bool heavy = gated || p.activation != Activation::kNone || p.kind == EpilogueKind::kActGrad;
+    const bool activated = gated || p.activation != Activation::kNone || p.kind == EpilogueKind::kActGrad;
     double best = 0;
     for (const TileSm90 tile : {TileSm90::kPing128x192, TileSm90::kPing128x128, TileSm90::kCoop128x256}) {
       const int64_t waves = (tiles(tile) + sms - 1) / sms;
-      const double cost = double(waves) * tile_cycles(tile, (p.k + 63) / 64, heavy);
+      const double cost = double(waves) * tile_cycles(tile, (p.k + 63) / 64, activated);
       if (best == 0 || cost < best) {
         best = cost;
         plan.tile = tile;
