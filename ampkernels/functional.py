@@ -404,7 +404,7 @@ def _check_rows_dtype(op: str, out_dtype: OutDtype) -> OutDtype:
 
 
 def _rows_dtype(op: str, device: str, input: Tensor, out_dtype: OutDtype) -> torch.dtype:
-    return autocast.rows_dtype(device, input.dtype, _check_rows_dtype(op, out_dtype))
+    return autocast.rows_dtype(op, device, input.dtype, _check_rows_dtype(op, out_dtype))
 
 
 def _dim(op: str, input: Tensor, dim: int) -> int:

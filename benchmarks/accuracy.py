@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import errors, oracle
 from benchmarks.ops import shape_name
-from benchmarks.providers import Provider
+from benchmarks.providers import Provider, with_fp16_accumulation
 from benchmarks.records import Row
 from benchmarks.runner import dtype_name, failure
 
@@ -87,7 +87,7 @@ def _candidates(
         else:
             yield _Candidate("eager", "library", lambda x, w: torch.mm(x, w.t()))
         if device.type == "cuda" and dtype is torch.float16:
-            yield _Candidate("eager", "fp16", _fp16_product)
+            yield _Candidate("eager", "fp16", with_fp16_accumulation(lambda x, w: torch.mm(x, w.t())))
     if "ampkernels" in names:
         for accumulate in accumulates:
             if not accumulate.startswith("fp16") or dtype is torch.float16:
@@ -101,13 +101,3 @@ def _ours(accumulate: str) -> Product:
         return ak.linear(x, w, accumulate=accumulate, out_dtype=torch.float32)
 
     return product
-
-
-def _fp16_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_fp16_accumulation
-    matmul.allow_fp16_accumulation = True
-    try:
-        return torch.mm(x, w.t())
-    finally:
-        matmul.allow_fp16_accumulation = before

@@ -49,6 +49,7 @@ class Provider:
     name: str
     modules: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu", "cuda")
+    slow_start = False  # compiling takes longer than measuring: takes part in --quick only when named
     aliases: tuple[str, ...] = ()
 
     def missing(self, device: torch.device) -> str | None:
@@ -79,9 +80,7 @@ def _eager_gated_linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> to
     return F.silu(gate) * up
 
 
-def _eager_mlp(
-    x: torch.Tensor, w1: torch.Tensor, b1: torch.Tensor, w2: torch.Tensor, b2: torch.Tensor
-) -> torch.Tensor:
+def _eager_mlp(x: torch.Tensor, w1: torch.Tensor, b1: torch.Tensor, w2: torch.Tensor, b2: torch.Tensor) -> torch.Tensor:
     return F.linear(_eager_linear(x, w1, b1), w2, b2)
 
 
@@ -116,12 +115,15 @@ class Eager(Provider):
         self, op: Op, dtype: torch.dtype, direction: str, accumulates: Sequence[str], device: torch.device
     ) -> Iterator[Implementation]:
         yield Implementation(EAGER[op.name])
-        if op.is_gemm and dtype is torch.float16 and device.type == "cuda" and direction == "fwd":
-            if any(a.partition("/")[0] == "fp16" for a in accumulates):
-                yield Implementation(_with_fp16_accumulation(EAGER[op.name]), accumulate="fp16")
+        fp16_asked = any(a.partition("/")[0] == "fp16" for a in accumulates)
+        fp16_possible = op.is_gemm and dtype is torch.float16 and device.type == "cuda" and direction == "fwd"
+        if fp16_asked and fp16_possible:
+            yield Implementation(with_fp16_accumulation(EAGER[op.name]), accumulate="fp16")
 
 
-def _with_fp16_accumulation(function: Function) -> Function:
+def with_fp16_accumulation(function: Function) -> Function:
+    """The function under `torch.backends.cuda.matmul.allow_fp16_accumulation`."""
+
     def call(*tensors: torch.Tensor) -> torch.Tensor:
         matmul = torch.backends.cuda.matmul
         before = matmul.allow_fp16_accumulation
@@ -139,6 +141,7 @@ class Compile(Provider):
 
     name = "compile"
     aliases = ("torch.compile",)
+    slow_start = True
     mode = "default"
 
     def implementations(
@@ -279,9 +282,7 @@ class QuackMm(Provider):
             raise Unsupported("quack_mm is the plain forward product")
         from quack.gemm_interface import gemm
 
-        return Implementation(
-            lambda x, w, b: gemm(x, w.t(), tuned=False), partial=True, note="plain product, untuned"
-        )
+        return Implementation(lambda x, w, b: gemm(x, w.t(), tuned=False), partial=True, note="plain product, untuned")
 
 
 class Apex(Provider):

@@ -99,7 +99,7 @@ class WallTimer:
             return results
 
         warm_until = time.perf_counter() + self.budget.warmup_s
-        seconds = {name: math.inf for name in loops}
+        seconds = dict.fromkeys(loops, math.inf)
         while True:
             for name, loop in loops.items():
                 seconds[name] = min(seconds[name], loop.timed(1))

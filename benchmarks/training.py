@@ -114,12 +114,12 @@ def _run(task: Task, device: torch.device, mode: str, provider: str, results: li
     return row
 
 
-def build(task: Task) -> nn.Sequential:
-    """`layers` linears of one width with GELU between them."""
+def build(task: Task, device: torch.device) -> nn.Sequential:
+    """`layers` linears of one width with GELU between them; the same weights every time on one device."""
     torch.manual_seed(task.seed)
     modules: list[nn.Module] = []
     for index in range(task.layers):
-        modules.append(nn.Linear(task.width, task.width))
+        modules.append(nn.Linear(task.width, task.width, device=device))
         if index + 1 < task.layers:
             modules.append(nn.GELU())
     return nn.Sequential(*modules)
@@ -146,7 +146,7 @@ def _train(task: Task, device: torch.device, mode: str, provider: str) -> Result
         autocast=str(autocast_dtype).removeprefix("torch.") if autocast_dtype else None,
         scaler=SCALER if mode == "fp16" else None,
     )
-    model = build(task).to(device)
+    model = build(task, device)
     if provider == "ampkernels":
         import ampkernels as ak
 

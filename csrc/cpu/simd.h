@@ -78,11 +78,11 @@ AK_SIMD __m256i half_bits(f32r v) {
   return _mm256_mask_mov_epi16(h, nan, _mm256_set1_epi16(0x7fff));
 }
 AK_SIMD __m256i bfloat16_bits(f32r v) {
-  const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  const __mmask16 number = _mm512_cmp_ps_mask(v, v, _CMP_ORD_Q);
   const __m512i u = _mm512_castps_si512(v);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
   const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
-  return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fff)));
+  return _mm512_mask_cvtepi32_epi16(_mm256_set1_epi16(0x7fff), number, rounded);
 }
 AK_SIMD void store_register(float* p, f32r v) { _mm512_storeu_ps(p, v); }
 AK_SIMD void store_register(double* p, f64r v) { _mm512_storeu_pd(p, v); }

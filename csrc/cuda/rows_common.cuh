@@ -62,9 +62,19 @@ __device__ __forceinline__ int cluster_rank() {
   return 0;
 #endif
 }
-__device__ __forceinline__ void cluster_arrive() {
+__device__ __forceinline__ int64_t row_group_index(int cluster) {  // of the CTA, or of its cluster
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  if (cluster > 1) {
+    uint32_t id;
+    asm("mov.u32 %0, %%clusterid.x;" : "=r"(id));
+    return id;
+  }
+#endif
+  return blockIdx.x;
+}
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 __device__ __forceinline__ void cluster_wait() {
@@ -72,17 +82,53 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
-// Writes `value` to the address `local` has in CTA `rank` of the cluster.
-template <typename C>
-__device__ __forceinline__ void store_remote_shared(C* local, int rank, C value) {
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier) {  // one arrival per phase
 #if __CUDA_ARCH__ >= 900
-  const uint32_t address = uint32_t(__cvta_generic_to_shared(local));
-  uint32_t remote;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(shared_address(barrier))
+               : "memory");
+#endif
+}
+__device__ __forceinline__ void mbarrier_expect(uint64_t* barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+#endif
+}
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n\t.reg .pred done;\n"
+      "again:\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t@!done bra again;\n}" ::"r"(
+          shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+#endif
+}
+// `bytes` (a multiple of 16) into shared memory, counted on `barrier`.
+__device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, int bytes, uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+               "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+#endif
+}
+// Writes `value` to the address `local` has in CTA `rank` of the cluster, and counts its bytes on that CTA's `barrier`: no
+// fence, where a release on the cluster barrier would wait for every global store in flight.
+template <typename C>
+__device__ __forceinline__ void store_remote_shared(C* local, uint64_t* barrier, int rank, C value) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t to, remote_barrier;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(local)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_barrier) : "r"(shared_address(barrier)), "r"(rank));
   if constexpr (sizeof(C) == 4)
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+                 "r"(bit_cast<uint32_t>(value)), "r"(remote_barrier)
+                 : "memory");
   else
-    asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(remote), "d"(value) : "memory");
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(to),
+                 "l"(bit_cast<uint64_t>(value)), "r"(remote_barrier)
+                 : "memory");
 #endif
 }
 
@@ -120,28 +166,58 @@ __device__ __forceinline__ void store_unit(char* p, const uint32_t* w) {
 
 // ------------------------------------------------------------------------------------------------------------- arithmetic
 
-// 2^t, at most 2 units in the last place of fp32 off; subnormal results are kept.
+// 2^t, at most 2 units in the last place of fp32 off. kFlush: subnormal results become 0, two instructions less.
+template <bool kFlush>
 __device__ __forceinline__ float exp2_fp32(float t) {
   float e;
-  asm("ex2.approx.f32 %0, %1;" : "=f"(e) : "f"(t));
+  if constexpr (kFlush)
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(t));
+  else
+    asm("ex2.approx.f32 %0, %1;" : "=f"(e) : "f"(t));
   return e;
 }
 
-// e^d for the softmax of a row of dtype T, d <= 0. The rounding of d * log2(e) costs |d| 2^-24 of the result: nothing in a
-// 16-bit output, taken back to first order for fp32 rows.
-template <typename T>
-__device__ __forceinline__ compute_t<T> exp_of(compute_t<T> d) {
-  if constexpr (sizeof(T) == 8) {
-    return exp(d);
+// e^d, d <= 0. The rounding of d * log2(e), which costs |d| 2^-24 of the result, is taken back to first order.
+__device__ __forceinline__ float exp_of(float d) {
+  const float t = d * 1.44269504f;
+  const float lost = fmaf(d, 1.92596299e-8f, fmaf(d, 1.44269504f, -t));
+  const float e = exp2_fp32<false>(t);
+  return d < -110.0f ? e : fmaf(e * lost, 0.693147181f, e);  // past the range: e is 0, and `lost` may be inf
+}
+__device__ __forceinline__ double exp_of(double d) { return exp(d); }
+
+// e^(s - max) over a row. Results of 16 bits take one fma: 2^(s log2(e) - max log2(e)), where the rounding of max log2(e)
+// is common to the row and cancels in the quotient, unless max is so large that it would overflow.
+template <typename C>
+struct RowExp {
+  C max, offset;
+  bool huge;
+  __device__ __forceinline__ explicit RowExp(C largest) : max(largest), offset(-largest * C(1.44269504)) {
+    huge = fabs(largest) > C(1e38) && fabs(largest) < C(INFINITY);
+  }
+  __device__ __forceinline__ C precise(C s) const { return exp_of(s - max); }
+  __device__ __forceinline__ C coarse(C s) const { return exp2_fp32<true>(fmaf(s, 1.44269504f, offset)); }
+  __device__ __forceinline__ C coarse_huge(C s) const { return exp2_fp32<true>((s - max) * 1.44269504f); }
+};
+
+// Replaces the scores of a row by their exponentials.
+template <int K, int V>
+__device__ __forceinline__ void exponentials(const RowExp<float>& row, bool precise, float (&s)[K][V]) {
+  if (precise) {
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+      for (int e = 0; e < V; ++e) s[k][e] = row.precise(s[k][e]);
+  } else if (row.huge) {
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+      for (int e = 0; e < V; ++e) s[k][e] = row.coarse_huge(s[k][e]);
   } else {
-    const float t = d * 1.44269504f;
-    if constexpr (sizeof(T) == 2) {
-      return exp2_fp32(t);
-    } else {
-      const float lost = fmaf(d, 1.92596299e-8f, fmaf(d, 1.44269504f, -t));
-      const float e = exp2_fp32(t);
-      return d < -110.0f ? e : fmaf(e * lost, 0.693147181f, e);  // past the range: e is 0, and `lost` may be inf
-    }
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+      for (int e = 0; e < V; ++e) s[k][e] = row.coarse(s[k][e]);
   }
 }
 
@@ -321,6 +397,28 @@ struct Vectors {
     if (whole * V < limit) load_ends(p, stride, first, step, whole, limit, keep);
   }
 
+  // The same for a unit-stride row that begins on 16 bytes and is a whole number of vectors long.
+  template <Cache kCache = Cache::kStream>
+  __device__ __forceinline__ void load_aligned(const void* row, int first, int step, int vectors) {
+    const char* at = static_cast<const char*>(row) + int64_t(first) * B;
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+#pragma unroll
+      for (int i = 0; i < P::kWords; ++i) pack[k].w[i] = 0;
+      if (first + k * step < vectors)
+#pragma unroll
+        for (int u = 0; u < kUnits; ++u) load_unit<U, kCache>(pack[k].w + u * (U / 4), at + k * step * B + u * U);
+    }
+  }
+
+  // Keeps the compiler from holding on to widened copies: the stored form takes half the registers.
+  __device__ __forceinline__ void forget() {
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+      for (int i = 0; i < P::kWords; ++i) asm volatile("" : "+r"(pack[k].w[i]));
+  }
+
   template <typename C>
   __device__ __forceinline__ void get(int k, C (&v)[V]) const {
 #pragma unroll
@@ -472,6 +570,22 @@ __device__ __forceinline__ void store_computed(char* row, DType dtype, int64_t s
       });
 }
 
+// The same for rows as load_aligned reads them.
+template <typename O, int V, int K, typename Compute>
+__device__ __forceinline__ void store_aligned(char* row, int first, int step, int vectors, Compute&& compute) {
+  using P = Pack<O, V>;
+  constexpr int B = P::kBytes, U = P::kUnit;
+  char* at = row + int64_t(first) * B;
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    P own;
+    compute(k, own);
+    if (first + k * step < vectors)
+#pragma unroll
+      for (int u = 0; u < B / U; ++u) store_unit<U>(at + k * step * B + u * U, own.w + u * (U / 4));
+  }
+}
+
 template <typename T, int V, int K, typename C>
 __device__ __forceinline__ void store_vectors(char* row, DType dtype, int64_t stride, int first, int step, int limit,
                                               int lane, int lanes, const C (&v)[K][V]) {
@@ -481,6 +595,11 @@ __device__ __forceinline__ void store_vectors(char* row, DType dtype, int64_t st
   });
 }
 
+template <typename Row>
+__device__ __forceinline__ auto aligned_row(const Row& m, int64_t row, int size) {
+  using Char = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(m.data)>>, const char, char>;
+  return static_cast<Char*>(m.data) + row * m.rows.stride[0] * size;
+}
 template <typename Row>
 __device__ __forceinline__ auto row_pointer(const Row& m, int64_t row, int64_t col = 0) {
   using Char = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(m.data)>>, const char, char>;
@@ -493,36 +612,50 @@ struct TeamShape {
   int lanes;         // per CTA and row
   int rows_per_cta;
   int cluster;
+  double inverse;  // 1 / cols
+};
+inline TeamShape team_shape(const RowsPlan& plan, int64_t cols) {
+  return {plan.lanes, plan.rows_per_cta, plan.cluster, 1.0 / double(cols)};
+}
+
+// Shared memory of the reductions, used in turn (ping-pong): a lane that is still reading the last result cannot be
+// overtaken by the writes of the next.
+template <typename C>
+struct TeamScratch {
+  static constexpr int kMaxWarps = kRowsCtaThreads / 32 * kRowsMaxCluster;
+  C values[2][2][kMaxWarps];  // [phase][value][warp]
+  uint64_t barriers[2];       // clusters: one per phase
 };
 
-// The lanes that share a row, and their reductions. One barrier each: scratch is used in turn (ping-pong), so that a lane
-// that is still reading the last result cannot be overtaken by the writes of the next.
+// The lanes that share a row, and their reductions: one barrier each.
 template <typename C>
 struct Team {
-  static constexpr int kMaxWarps = kRowsCtaThreads / 32 * kRowsMaxCluster;
-  static constexpr int kScratch = 2 * 2 * kMaxWarps;  // [phase][value][warp]
-
   int lanes, lane, slot, cluster, rank;
-  int warps, width;  // warps of the row over the cluster, and the lanes that combine them
-  int phase = 0;
-  bool started = false;
-  C* scratch;
+  int warps;  // of the row, over the cluster
+  int round = 0;
+  TeamScratch<C>& scratch;
 
-  // scratch: kScratch values per CTA; slots of several warps each (norm backward) share it by offset.
-  __device__ __forceinline__ Team(const TeamShape& shape, C* memory) : lanes(shape.lanes), cluster(shape.cluster) {
-    if (lanes <= 32) {
+  __device__ __forceinline__ Team(const TeamShape& shape, TeamScratch<C>& memory)
+      : lanes(shape.lanes), cluster(shape.cluster), scratch(memory) {
+    if (lanes <= 32) {  // a power of two
+      slot = int(threadIdx.x) >> (31 - __clz(lanes));
       lane = int(threadIdx.x) & (lanes - 1);
-      slot = int(threadIdx.x) / 32 * (32 / lanes) + (int(threadIdx.x) & 31) / lanes;
       warps = 1;
     } else {
       slot = shape.rows_per_cta == 1 ? 0 : int(threadIdx.x) / lanes;
       lane = int(threadIdx.x) - slot * lanes;
-      warps = lanes / 32 * cluster;
+      warps = (lanes >> 5) * cluster;
     }
-    rank = cluster > 1 ? cluster_rank() : 0;
-    width = warps > 32 ? 32 : warps > 1 ? 1 << (32 - __clz(warps - 1)) : 1;
-    scratch = memory + slot * (lanes / 32);
-    if (cluster > 1) cluster_arrive();  // waited for before the first remote write
+    rank = 0;
+    if (cluster > 1) {
+      rank = cluster_rank();
+      if (threadIdx.x == 0) {
+        mbarrier_init(&scratch.barriers[0]);
+        mbarrier_init(&scratch.barriers[1]);
+      }
+      __syncthreads();
+      cluster_arrive_relaxed();  // waited for before the first remote write
+    }
   }
 
   __device__ __forceinline__ void sync() const {
@@ -535,34 +668,49 @@ struct Team {
   template <int N, typename Op>
   __device__ __forceinline__ void reduce(C (&v)[N], Op op, C identity) {
     static_assert(N <= 2);
-    for (int o = min(lanes, 32) / 2; o > 0; o /= 2)
+    if (lanes >= 32) {
+      butterfly<16>(v, op);
+    } else {
+#pragma unroll 1
+      for (int o = lanes >> 1; o > 0; o >>= 1)
 #pragma unroll
-      for (int n = 0; n < N; ++n) v[n] = op(v[n], __shfl_xor_sync(0xffffffffu, v[n], o));
+        for (int n = 0; n < N; ++n) v[n] = op(v[n], __shfl_xor_sync(0xffffffffu, v[n], o));
+    }
     if (lanes <= 32) return;
-    C* buffer = scratch + phase * (2 * kMaxWarps);
-    phase ^= 1;
-    const int warp = rank * (lanes / 32) + lane / 32, l = lane & 31;
+    const int phase = round & 1, base = slot * (lanes >> 5), l = lane & 31;
+    const int warp = base + rank * (lanes >> 5) + (lane >> 5);
     if (cluster == 1) {
       if (l == 0)
 #pragma unroll
-        for (int n = 0; n < N; ++n) buffer[n * kMaxWarps + warp] = v[n];
+        for (int n = 0; n < N; ++n) scratch.values[phase][n][warp] = v[n];
       named_barrier(slot + 1, lanes);
+      const int mine = l & 15;
+#pragma unroll
+      for (int n = 0; n < N; ++n) v[n] = mine < warps ? scratch.values[phase][n][base + mine] : identity;
+      butterfly<8>(v, op);
     } else {
-      if (!started) cluster_wait();
-      started = true;
+      if (round == 0) cluster_wait();
+      uint64_t* const barrier = &scratch.barriers[phase];
+      if (lane == 0) mbarrier_expect(barrier, warps * N * int(sizeof(C)));
       if (l < cluster)
 #pragma unroll
-        for (int n = 0; n < N; ++n) store_remote_shared(&buffer[n * kMaxWarps + warp], l, v[n]);
-      cluster_arrive();
-      cluster_wait();
-    }
-    const int mine = l & (width - 1);
+        for (int n = 0; n < N; ++n) store_remote_shared(&scratch.values[phase][n][warp], barrier, l, v[n]);
+      mbarrier_wait(barrier, round >> 1 & 1);
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
-      v[n] = mine < warps ? buffer[n * kMaxWarps + mine] : identity;
-      for (int i = mine + 32; i < warps; i += 32) v[n] = op(v[n], buffer[n * kMaxWarps + i]);
+      for (int n = 0; n < N; ++n) {
+        v[n] = identity;
+#pragma unroll 1
+        for (int i = l; i < warps; i += 32) v[n] = op(v[n], scratch.values[phase][n][i]);
+      }
+      butterfly<16>(v, op);
     }
-    for (int o = width / 2; o > 0; o /= 2)
+    ++round;
+  }
+
+  template <int kFirst, int N, typename Op>
+  static __device__ __forceinline__ void butterfly(C (&v)[N], Op op) {
+#pragma unroll
+    for (int o = kFirst; o > 0; o /= 2)
 #pragma unroll
       for (int n = 0; n < N; ++n) v[n] = op(v[n], __shfl_xor_sync(0xffffffffu, v[n], o));
   }
@@ -646,6 +794,13 @@ Status dispatch_row_dtype(DType dtype, F&& f) {
     default:
       return Status{"rows must be floating point", 0};
   }
+}
+
+// Rows as load_aligned reads them: one row stride, everything on 16 bytes. (cols is checked once, by the caller.)
+template <typename Row>
+bool aligned_rows(const Row& m) {
+  return m.col_stride == 1 && m.rows.ndim == 1 && reinterpret_cast<uintptr_t>(m.data) % 16 == 0 &&
+         m.rows.stride[0] * dtype_size(m.dtype) % 16 == 0;
 }
 
 inline RowsLayout layout_of(int64_t cols, const RowsIn& x) {

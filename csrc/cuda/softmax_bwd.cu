@@ -21,22 +21,76 @@ template <typename C>
 __device__ __forceinline__ C term(C y, C dy, bool log) {
   return log ? dy : y * dy;
 }
-template <typename T, typename C>
+template <typename C>
 __device__ __forceinline__ C gradient(C y, C dy, C sum, C scale, bool log) {
-  return log ? fma(-exp_of<T>(y), sum, dy) * scale : y * (dy - sum) * scale;
+  return log ? fma(-exp_of(y), sum, dy) * scale : y * (dy - sum) * scale;
 }
 
-template <typename T>
+// Rows on 16 bytes, of whole vectors: the common case, and few instructions beside the arithmetic.
+template <typename T, typename O>
 __global__ void __launch_bounds__(kRowsCtaThreads, 2)
-    softmax_bwd_resident(const __grid_constant__ SoftmaxBwdParams p, const TeamShape shape) {
+    softmax_bwd_aligned(const __grid_constant__ SoftmaxBwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
   constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kSoftmaxBwd, T>;
-  __shared__ C scratch[Team<C>::kScratch];
+  __shared__ TeamScratch<C> scratch;
   grid_launch_dependents();
   grid_dependency_wait();
 
   Team<C> team(shape, scratch);
-  const int64_t r = int64_t(blockIdx.x / shape.cluster) * shape.rows_per_cta + team.slot;
+  const int64_t r = row_group_index(shape.cluster) * shape.rows_per_cta + team.slot;
+  const bool active = r < p.rows;
+  const int64_t row = active ? r : 0;
+  const int limit = active ? int(kept_columns(p, row)) : 0, first = team.first(K), step = team.lanes;
+
+  Vectors<T, V, K> y, dy;
+  y.load_aligned(aligned_row(p.y, row, sizeof(T)), first, step, (limit + V - 1) / V);
+  dy.load_aligned(aligned_row(p.dy, row, sizeof(T)), first, step, (limit + V - 1) / V);
+
+  C sum[1] = {0};
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    C a[V], b[V];
+    y.get(k, a);
+    dy.get(k, b);
+#pragma unroll
+    for (int e = 0; e < V; ++e) a[e] = term(a[e], b[e], p.log);
+    if (p.causal) {
+      const int count = limit - (first + k * step) * V;
+#pragma unroll
+      for (int e = 0; e < V; ++e) a[e] = e < count ? a[e] : C(0);
+    }
+    sum[0] += tree(a, Sum{});
+  }
+  team.reduce(sum, Sum{}, C(0));
+  y.forget();
+  dy.forget();
+  store_aligned<O, V, K>(aligned_row(p.dx, row, sizeof(O)), first, step, active ? int(p.cols) / V : 0,
+                         [&](int k, Pack<O, V>& out) {
+                           C a[V], b[V];
+                           y.get(k, a);
+                           dy.get(k, b);
+#pragma unroll
+                           for (int e = 0; e < V; ++e) a[e] = gradient(a[e], b[e], sum[0], C(p.scale), p.log);
+                           if (p.causal) {
+                             const int count = limit - (first + k * step) * V;
+#pragma unroll
+                             for (int e = 0; e < V; ++e) a[e] = e < count ? a[e] : C(0);
+                           }
+                           out.round_from(a);
+                         });
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kRowsCtaThreads, 1)
+    softmax_bwd_resident(const __grid_constant__ SoftmaxBwdParams p, const TeamShape shape) {
+  using C = compute_t<T>;
+  constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kSoftmaxBwd, T>;
+  __shared__ TeamScratch<C> scratch;
+  grid_launch_dependents();
+  grid_dependency_wait();
+
+  Team<C> team(shape, scratch);
+  const int64_t r = row_group_index(shape.cluster) * shape.rows_per_cta + team.slot;
   const bool active = r < p.rows;
   const int64_t row = active ? r : 0;
   const int limit = active ? int(kept_columns(p, row)) : 0, first = team.first(K), step = team.lanes;
@@ -56,7 +110,8 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 2)
     sum[0] += tree(a, Sum{});
   }
   team.reduce(sum, Sum{}, C(0));
-
+  y.forget();
+  dy.forget();
   store_computed<T, V, K>(
       row_pointer(p.dx, row), p.dx.dtype, p.dx.col_stride, first, step, active ? int(p.cols) : 0, team.lane, team.lanes,
       [&](int k, C(&dx)[V]) {
@@ -64,7 +119,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 2)
         y.get(k, a);
         dy.get(k, b);
 #pragma unroll
-        for (int e = 0; e < V; ++e) dx[e] = gradient<T>(a[e], b[e], sum[0], C(p.scale), p.log);
+        for (int e = 0; e < V; ++e) dx[e] = gradient(a[e], b[e], sum[0], C(p.scale), p.log);
         if (p.causal || p.log)  // padding is 0, and e^0 is not
 #pragma unroll
           for (int e = 0; e < V; ++e) dx[e] = (first + k * step) * V + e < limit ? dx[e] : C(0);
@@ -77,7 +132,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads)
   using C = compute_t<T>;
   constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kSoftmaxBwd, T>;
   constexpr int kFar = 1 << 24;
-  __shared__ C scratch[Team<C>::kScratch];
+  __shared__ TeamScratch<C> scratch;
   grid_launch_dependents();
   grid_dependency_wait();
 
@@ -127,7 +182,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads)
       y.get(k, a);
 #pragma unroll
       for (int e = 0; e < V; ++e)
-        dy[k][e] = (lane + k * step) * V + e < limit ? gradient<T>(a[e], dy[k][e], sum[0], C(p.scale), p.log) : C(0);
+        dy[k][e] = (lane + k * step) * V + e < limit ? gradient(a[e], dy[k][e], sum[0], C(p.scale), p.log) : C(0);
     }
     store_vectors<T>(row_pointer(p.dx, row, begin), p.dx.dtype, p.dx.col_stride, lane, step,
                      active ? int(min(p.cols - begin, int64_t(tile))) : 0, lane, step, dy);
@@ -195,7 +250,7 @@ __global__ void __launch_bounds__(32 * kColumnsMaxWarps)
     }
 #pragma unroll
     for (int e = 0; e < E; ++e)
-      dy[e] = begin + warp + e * warps < kept ? gradient<T>(y[e], dy[e], total, C(p.scale), p.log) : C(0);
+      dy[e] = begin + warp + e * warps < kept ? gradient(y[e], dy[e], total, C(p.scale), p.log) : C(0);
     const auto store = [&]<typename O>() {
       O* q = reinterpret_cast<O*>(dx) + (begin + warp) * p.dx.col_stride;
 #pragma unroll
@@ -226,15 +281,22 @@ Status launch_softmax_bwd(const SoftmaxBwdParams& p, cudaStream_t stream) {
   if (!device) return status;
   const RowsPlan plan =
       plan_rows(RowsOp::kSoftmaxBwd, p.cols, p.y.dtype, p.dy.dtype, layout_of(p.cols, p.y), device->arch);
-  const TeamShape shape{plan.lanes, plan.rows_per_cta, plan.cluster};
+  const TeamShape shape = team_shape(plan, p.cols);
   const int64_t ctas = (p.rows + plan.rows_per_cta - 1) / plan.rows_per_cta;
   return dispatch_row_dtype(p.y.dtype, [&]<typename T>() -> Status {
     if (plan.tier == RowsTier::kColumns)
       return launch_rows(softmax_bwd_columns<T>, device->arch, ctas, plan.cta_threads(), 1, 0, stream, p, plan.lanes);
     if constexpr (sizeof(T) < 8)
-      if (plan.tier != RowsTier::kStreaming)
-        return launch_rows(softmax_bwd_resident<T>, device->arch, ctas, plan.cta_threads(), plan.cluster, 0, stream, p,
-                           shape);
+      if (plan.tier != RowsTier::kStreaming) {
+        const auto launch = [&](auto kernel) {
+          return launch_rows(kernel, device->arch, ctas, plan.cta_threads(), plan.cluster, 0, stream, p, shape);
+        };
+        if (p.cols % plan.vector == 0 && aligned_rows(p.y) && aligned_rows(p.dy) && aligned_rows(p.dx)) {
+          if (p.dx.dtype == dtype_of<T>::value) return launch(softmax_bwd_aligned<T, T>);
+          if (p.dx.dtype == dtype_of<Paired<T>>::value) return launch(softmax_bwd_aligned<T, Paired<T>>);
+        }
+        return launch(softmax_bwd_resident<T>);
+      }
     return launch_rows(softmax_bwd_streaming<T>, device->arch, ctas, plan.cta_threads(), 1, 0, stream, p, shape);
   });
 }

@@ -83,8 +83,8 @@ constexpr int rows_max_shared(int arch) {
   return arch == 80 || arch == 87 ? 163 * 1024 : arch >= 90 && arch < 120 ? 227 * 1024 : 99 * 1024;
 }
 
-// Shared memory of norm backward beside the ring: reduction scratch.
-constexpr int kNormBwdScratchBytes = 2 * 2 * 16 * kRowsMaxCluster;  // per byte of the compute type: [phase][value][warp of a cluster]
+// Shared memory of norm backward beside the ring: the reductions', per byte of the compute type: [phase][value][warp].
+constexpr int kNormBwdScratchBytes = 2 * 2 * 16 * kRowsMaxCluster;
 
 inline int64_t norm_bwd_stage_bytes(const RowsPlan& plan, int64_t s_size, int64_t dy_size) {
   const int64_t elements = int64_t(plan.lanes) * plan.vectors_per_thread * plan.vector;
@@ -95,7 +95,7 @@ inline int64_t norm_bwd_weight_bytes(const RowsPlan& plan, int64_t compute_size)
 }
 inline int64_t norm_bwd_shared_bytes(const RowsPlan& plan, int64_t s_size, int64_t dy_size, int64_t compute_size) {
   return plan.stages * norm_bwd_stage_bytes(plan, s_size, dy_size) + norm_bwd_weight_bytes(plan, compute_size) +
-         kNormBwdScratchBytes * compute_size;
+         kNormBwdScratchBytes * compute_size + 16 + plan.rows_per_cta * plan.stages * 8;  // and a barrier per slot and stage
 }
 
 // `other` is the dtype of the second operand held with the row: dy in norm backward, else the row's own.
@@ -167,9 +167,8 @@ inline RowsPlan plan_rows(RowsOp op, int64_t cols, DType dtype, DType other, Row
     plan.reason = "fp64 rows are read again for each pass";
   }
   if (op == RowsOp::kNormBwd) {
-    // One CTA per SM of an H200, and as many clusters as its GPCs of 16 and 18 SMs hold at once.
-    constexpr int kGroups = 132;
-    plan.row_groups = plan.cluster == 1 ? kGroups : plan.cluster == 2 ? kGroups / 2 : 128 / plan.cluster;
+    // One CTA per SM of an H200, and as many clusters as it holds at once (cudaOccupancyMaxActiveClusters): 66, 30, 15, 7.
+    plan.row_groups = plan.cluster == 1 ? 132 : plan.cluster == 2 ? 66 : plan.cluster == 4 ? 30 : plan.cluster == 8 ? 15 : 7;
     if (plan.tier == RowsTier::kStreaming) plan.row_groups = 16;
     plan.stages = 4;
     while (plan.stages > 1 && norm_bwd_shared_bytes(plan, size, other_size, compute_size) > rows_max_shared(arch) - 1024)
