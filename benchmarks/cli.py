@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -180,7 +181,7 @@ class Run:
         for suite in self.suites:
             if suite in suites.OP_SUITES:
                 for point in self._points(suite):
-                    yield str(point), lambda point=point: runner.run(point)
+                    yield str(point), partial(runner.run, point)
             elif suite == "model":
                 from benchmarks import models
 
