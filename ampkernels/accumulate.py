@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -68,10 +67,9 @@ class Accumulate:
 
 FP32 = Accumulate()
 _context: ContextVar[Accumulate] = ContextVar("ampkernels.accumulate", default=FP32)
-# How many `accumulate` blocks are open in the process: while there is none, nobody asks the ContextVar, which costs a
-# little in every call and which torch.compile before 2.12 cannot trace.
-_blocks = 0
-_lock = threading.Lock()
+# Whether an `accumulate` block was ever entered: until then nobody asks the ContextVar, which torch.compile before 2.12
+# cannot trace. It stays true after the block, whose context may live on in a task that was started inside.
+_entered = False
 
 
 @contextlib.contextmanager
@@ -80,24 +78,19 @@ def accumulate(policy: Accumulate | str) -> Iterator[Accumulate]:
 
     A call's own `accumulate=` argument, and a module's, still win over it.
     """
-    global _blocks
+    global _entered
     token = _context.set(Accumulate.parse(policy))
-    with _lock:
-        _blocks += 1
+    _entered = True
     try:
         yield _context.get()
     finally:
-        with _lock:
-            _blocks -= 1
         _context.reset(token)
 
 
 def resolve(op: str, argument: Accumulate | str | None, dtype: torch.dtype) -> Accumulate:
     """The policy in force for a call of `op` that computes in `dtype`; raises if there is no such kernel."""
-    if argument is not None:
-        policy = Accumulate.parse(argument)
-    else:
-        policy = _context.get() if _blocks else FP32
+    in_force = _context.get() if _entered else FP32
+    policy = in_force if argument is None else Accumulate.parse(argument)
     if policy is FP32 or policy == FP32:
         return FP32
     if policy.dtype == torch.float16 and dtype != torch.float16:

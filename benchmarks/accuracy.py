@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -45,7 +46,7 @@ def tasks(
         for data in DATA:
             for k in lengths:
                 title = f"numerics {data} K={k} {dtype_name(dtype)}"
-                yield title, lambda args=(device, dtype, data, k, names, accumulates): _rows(*args)
+                yield title, partial(_rows, device, dtype, data, k, names, accumulates)
 
 
 def _inputs(data: str, k: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _plot(arguments[1:])
     if arguments[:1] == ["report"]:
         return _report(arguments[1:])
+    if arguments[:1] == ["compare"]:
+        return _compare(arguments[1:])
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -60,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Speed and error against float64 of ampkernels and its peers, side by side.",
-        epilog="Without a suite: all --quick. Also: `python -m benchmarks plot DIR`, `python -m benchmarks report DIR`.",
+        epilog="Without a suite: all --quick. Also: `python -m benchmarks plot DIR`, `report DIR`, `compare CSV CSV`.",
     )
     parser.add_argument("suite", nargs="*", help=f"{', '.join(suites.SUITES)}, or all")
     parser.add_argument("--quick", action="store_true", help="few shapes, short measurements: under a minute on a GPU")
@@ -178,7 +181,7 @@ class Run:
         for suite in self.suites:
             if suite in suites.OP_SUITES:
                 for point in self._points(suite):
-                    yield str(point), lambda point=point: runner.run(point)
+                    yield str(point), partial(runner.run, point)
             elif suite == "model":
                 from benchmarks import models
 
@@ -278,6 +281,26 @@ def _plot(arguments: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return 0
+
+
+def _compare(arguments: Sequence[str]) -> int:
+    from benchmarks import compare
+
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks compare",
+        description="How well the ratios of two runs agree; exits with 1 if they do not.",
+    )
+    parser.add_argument("first", type=Path)
+    parser.add_argument("second", type=Path)
+    parser.add_argument("--within", type=float, default=0.03, help="relative difference allowed; default 0.03")
+    parser.add_argument("--above-us", type=float, default=1000.0, help="of points that take longer; default 1000")
+    options = parser.parse_args(arguments)
+    try:
+        lines, agree = compare.ratios(options.first, options.second, options.within, options.above_us)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print("\n".join(lines))
+    return 0 if agree else 1
 
 
 def _report(arguments: Sequence[str]) -> int:

@@ -105,7 +105,7 @@ def _main_dtype(rows: Iterable[Row]) -> str | None:
 
 def roofline(rows: list[Row]) -> Any:
     """Achieved rate over arithmetic intensity for GEMMs, over bytes moved for rows, under the run's own roofs."""
-    dtype = _main_dtype(rows)
+    dtype = _main_dtype(rows) or ""
     roofs = {(r.roof, r.dtype): r for r in rows if r.op == "roof"}
     points = [r for r in rows if r.dtype == dtype and finite(r.median_us) and r.status == "ok" and r.op in OPS]
     if not points:

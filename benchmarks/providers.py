@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from benchmarks.ops import ACTIVATION, EPS, GATE, Op
 
-Function = Callable[..., torch.Tensor]
+Function = Callable[..., Any]  # tensors in, one tensor out
 
 
 class Unsupported(Exception):
@@ -124,7 +124,7 @@ class Eager(Provider):
 def with_fp16_accumulation(function: Function) -> Function:
     """The function under `torch.backends.cuda.matmul.allow_fp16_accumulation`."""
 
-    def call(*tensors: torch.Tensor) -> torch.Tensor:
+    def call(*tensors: torch.Tensor) -> Any:
         matmul = torch.backends.cuda.matmul
         before = matmul.allow_fp16_accumulation
         matmul.allow_fp16_accumulation = True
@@ -190,7 +190,7 @@ class Liger(Provider):
     def gated_linear(self, dtype: torch.dtype, direction: str) -> Implementation:
         from liger_kernel.transformers.functional import liger_swiglu
 
-        def call(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        def call(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
             (gate_w, up_w), (gate_b, up_b) = w.chunk(2), b.chunk(2)  # two products, as in its LigerSwiGLUMLP
             return liger_swiglu(F.linear(x, gate_w, gate_b), F.linear(x, up_w, up_b))
 
@@ -224,7 +224,7 @@ class Quack(Provider):
             raise Unsupported("quack differentiates linear + activation only inside its mlp")
         from quack.linear import linear_act_func
 
-        def call(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        def call(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
             return linear_act_func(x, w, "gelu_tanh_approx", bias=b, store_preact=False, tuned=False)[1]
 
         return Implementation(call, note="untuned")
@@ -234,7 +234,7 @@ class Quack(Provider):
             raise Unsupported("quack differentiates a gated linear only inside its mlp")
         from quack.linear import linear_gated_func
 
-        def call(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        def call(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
             options: dict[str, Any] = {"store_preact": False, "tuned": False, "concat_layout": True}
             return linear_gated_func(x, w, "swiglu", bias=b, **options)[1]
 
@@ -327,7 +327,7 @@ def _te_norm(module_class: Any) -> Function:
     """Its norms are modules: one per parameter set, built on first use and fed our tensors as its parameters."""
     modules: dict[int, Any] = {}
 
-    def call(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def call(x: torch.Tensor, *parameters: torch.Tensor) -> Any:
         module = modules.get(id(parameters[0]))
         if module is None:
             module = module_class(x.shape[-1], eps=EPS, device=x.device, dtype=x.dtype)

@@ -148,13 +148,13 @@ def _model_table(rows: Sequence[Row]) -> list[str]:
     for key, point in points.items():
         cells = [*key]
         for provider in ("eager", "ampkernels", "compile", "ampkernels+compile"):
-            row = point.get(provider)
-            if row is None or row.median_us is None:
+            found = point.get(provider)
+            if found is None or found.median_us is None:
                 cells.append("")
             elif provider == "eager":
-                cells.append(f"{row.median_us / 1000:.2f}")
+                cells.append(f"{found.median_us / 1000:.2f}")
             else:
-                cells.append(f"{row.median_us / 1000:.2f} ({_ratio(row.speedup)}x)")
+                cells.append(f"{found.median_us / 1000:.2f} ({_ratio(found.speedup)}x)")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

@@ -34,8 +34,9 @@ class Budget:
     warmup_s: float = 0.5
     min_rounds: int = 11
     max_rounds: int = 100
-    cuda_point_s: float = 0.3  # all candidates of one point together, on CUDA
+    cuda_point_s: float = 0.25  # all candidates of one point together, on CUDA
     cpu_candidate_s: float = 0.3  # each candidate, on the CPU
+    cpu_point_s: float = 30.0  # all candidates of one point together at most, on the CPU (three rounds at least)
     call_loop_s: float = 0.005  # one loop of the Python call time
     call_loops: int = 5
 
@@ -110,6 +111,8 @@ class WallTimer:
         shortest = min(counts[name] * max(seconds[name], 1e-9) for name in loops)
         rounds = max(self.budget.min_rounds, math.ceil(self.budget.cpu_candidate_s / shortest))
         rounds = min(rounds, max(self.budget.max_rounds, self.budget.min_rounds))
+        round_s = sum(counts[name] * seconds[name] for name in loops)
+        rounds = min(rounds, max(3, math.ceil(self.budget.cpu_point_s / max(round_s, 1e-9))))
 
         samples: dict[str, list[float]] = {name: [] for name in loops}
         names = list(loops)
@@ -155,7 +158,7 @@ class CudaTimer:
     """CUDA-graph replays between events, all on one side stream."""
 
     SAMPLE_S = 5e-4  # a replay is at least this long, so that the gap around it is below half a per cent
-    MAX_CALLS = 1024  # in one graph
+    MAX_CALLS = 512  # in one graph
 
     def __init__(self, device: torch.device, budget: Budget, capture: bool = True) -> None:
         self.device = device

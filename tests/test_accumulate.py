@@ -155,9 +155,7 @@ CALLS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_library_keeps_its_own_tree(op, dtype):
     x, w = X.to(dtype), W.to(dtype)
-    message = (
-        rf"^{op}: accumulate must be 'fp32' for inputs of {dtype}, got 'fp32/512'$"
-    )
+    message = rf"^{op}: accumulate must be 'fp32' for inputs of {dtype}, got 'fp32/512'$"
     with pytest.raises(NotImplementedError, match=message):
         CALLS[op](x, w, "fp32/512")
     with ak.accumulate("fp32/512"), pytest.raises(NotImplementedError, match=message):

@@ -437,6 +437,20 @@ def results_folder(path, digest):
         writer.write(rows)
 
 
+def test_two_runs_are_compared_by_their_ratios(tmp_path, capsys):
+    for name, speedup in (("a", 1.50), ("b", 1.53), ("c", 1.60)):
+        slow = Row("linear", "linear", "1x2x3", "bf16", "fp32", "fwd", "ampkernels", median_us=2000.0, speedup=speedup)
+        quick = Row(
+            "linear", "linear", "4x5x6", "bf16", "fp32", "fwd", "ampkernels", median_us=2.0, speedup=9 * speedup
+        )
+        with CsvWriter(tmp_path / f"{name}.csv") as writer:
+            writer.write([slow, quick])
+    assert cli.main(["compare", str(tmp_path / "a.csv"), str(tmp_path / "b.csv")]) == 0
+    assert "1 of 1 ratios above 1000 µs agree within 3%" in capsys.readouterr().out
+    assert cli.main(["compare", str(tmp_path / "a.csv"), str(tmp_path / "c.csv")]) == 1
+    assert "OFF" in capsys.readouterr().out
+
+
 def test_report_writes_between_the_markers_only(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "csrc_digest", lambda: "today")
     results_folder(tmp_path / "results" / "test-gpu", "today")

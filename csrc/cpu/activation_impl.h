@@ -1,5 +1,5 @@
 // The epilogue of the GEMMs that a library computes, y = act(x + bias), and its backward, dpre = dy * act'(saved) with the
-// column sums of dpre; plain or gated. Elementwise, in steps of kStep columns that are widened into L1-resident arrays, so
+// column sums of dpre; plain or gated. Elementwise, kStep columns at a time, which are widened into L1-resident arrays, so
 // that the activations of activation.h, written for one number, run as plain loops that the compiler vectorises.
 // Rounding points: x + bias, the activation, the gate's product, all in the compute type; then once to the output's dtype.
 #pragma once
@@ -34,12 +34,12 @@ void apply_activation_grad(Activation a, bool saved_is_output, C* v, int64_t n) 
   });
 }
 
-// v = x + bias over one step, and pre = v rounded where it is wanted (it may be x itself).
-template <typename C, typename T>
+// v = x + bias over n columns, and pre = v rounded where it is wanted (it may be x itself).
+template <typename T, typename C>
 AK_SIMD void add_bias(C* v, const T* x, const C* bias, T* pre, int64_t n) {
-  for_lanes(n, [&](int64_t i, auto step) AK_LAMBDA {
-    const Vec<C> sum = load<C>(x + i, step) + load<C>(bias + i, step);
-    store(v + i, sum, step);
+  for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
+    const Vec<C> sum = load<C>(x + i, step) + load_buffer(bias + i);
+    store_buffer(v + i, sum);
     if (pre != nullptr) store(pre + i, sum, step);
   });
 }
@@ -51,8 +51,13 @@ void act_fwd_typed(const ActFwdParams& p, int64_t begin, int64_t end) {
   RowReader<T> x_rows(p.x, x_cols, begin, end);
   RowWriter<T> y_rows(p.y, p.cols, begin, end);
   RowWriter<T> pre_rows(p.pre, x_cols, begin, end);
-  Scratch bias_scratch;
-  const C* bias = load_vector<C>(bias_scratch, p.bias, x_cols, 0, -0.0);  // x + -0 is x, zeros' signs too
+  VectorIn up_part = p.bias;
+  if (p.gated && p.bias.data != nullptr) {
+    up_part.data = static_cast<const char*>(p.bias.data) + p.cols * p.bias.stride * dtype_size(p.bias.dtype);
+  }
+  Scratch bias_scratch, up_bias_scratch;
+  const C* bias = load_vector<T>(bias_scratch, p.bias, p.cols, 0, -0.0);  // x + -0 is x, zeros' signs too
+  const C* up_bias = p.gated ? load_vector<T>(up_bias_scratch, up_part, p.cols, 0, -0.0) : nullptr;
   StepBuffer<C> gate, up;
 
   for (int64_t row = begin; row < end; ++row) {
@@ -62,15 +67,15 @@ void act_fwd_typed(const ActFwdParams& p, int64_t begin, int64_t end) {
     for (int64_t c = 0; c < p.cols; c += kStep) {
       const int64_t n = p.cols - c < kStep ? p.cols - c : kStep;
       add_bias(gate.values, x + c, bias + c, pre != nullptr ? pre + c : nullptr, n);
-      apply_activation(p.activation, gate.values, n);
+      apply_activation(p.activation, gate.values, whole_steps(n));
       if (p.gated) {
         const int64_t u = p.cols + c;
-        add_bias(up.values, x + u, bias + u, pre != nullptr ? pre + u : nullptr, n);
-        for_lanes(n, [&](int64_t i, auto step) AK_LAMBDA {
-          store(y + c + i, load<C>(gate.values + i, step) * load<C>(up.values + i, step), step);
+        add_bias(up.values, x + u, up_bias + c, pre != nullptr ? pre + u : nullptr, n);
+        for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
+          store(y + c + i, load_buffer(gate.values + i) * load_buffer(up.values + i), step);
         });
       } else {
-        convert_row(y + c, static_cast<const C*>(gate.values), n);
+        for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA { store(y + c + i, load_buffer(gate.values + i), step); });
       }
     }
     y_rows.done();
@@ -86,28 +91,27 @@ void act_fwd_rows(const ActFwdParams& p, int64_t begin, int64_t end) {
 
 // ------------------------------------------------------------------------------------------------------------ backward
 
-inline int64_t act_bwd_cols(const ActBwdParams& p) { return p.gated ? 2 * p.cols : p.cols; }
-
 // Stores dpre, and adds it to the column sums, where each is wanted.
 template <typename C, typename T>
 AK_SIMD void emit_gradient(Vec<C> v, T* dpre, C* dbias, int64_t i, auto step) {
   if (dpre != nullptr) store(dpre + i, v, step);
-  if (dbias != nullptr) store(dbias + i, load<C>(dbias + i, step) + v, step);
+  if (dbias != nullptr) store_buffer(dbias + i, load_buffer(dbias + i) + v);
 }
 
 template <typename T>
 void act_bwd_typed(const ActBwdParams& p, int64_t block) {
   using C = compute_t<T>;
-  const int64_t cols = p.cols, out_cols = act_bwd_cols(p);
+  const int64_t cols = p.cols, out_cols = p.gated ? 2 * p.cols : p.cols;
   const int64_t begin = block * sum_block_rows(p.rows);
   const int64_t end = p.rows - begin < sum_block_rows(p.rows) ? p.rows : begin + sum_block_rows(p.rows);
   RowReader<T> dy_rows(p.dy, cols, begin, end);
   RowReader<T> saved_rows(p.saved, out_cols, begin, end);
   RowWriter<T> dpre_rows(p.dpre, out_cols, begin, end);
-  C* sums = nullptr;
-  if (p.dbias.data != nullptr) {
-    sums = static_cast<C*>(p.workspace) + block * out_cols;
-    for (int64_t i = 0; i < out_cols; ++i) sums[i] = C(0);
+  Scratch sums_scratch;
+  C* sums = p.dbias.data != nullptr ? sums_scratch.allocate<C>(2 * whole_steps(cols)) : nullptr;
+  C* up_sums = sums != nullptr ? sums + whole_steps(cols) : nullptr;
+  if (sums != nullptr) {
+    for (int64_t i = 0; i < 2 * whole_steps(cols); ++i) sums[i] = C(0);
   }
   StepBuffer<C> act, grad;
 
@@ -120,34 +124,40 @@ void act_bwd_typed(const ActBwdParams& p, int64_t block) {
       T* dpre_c = dpre != nullptr ? dpre + c : nullptr;
       C* sums_c = sums != nullptr ? sums + c : nullptr;
       if (saved == nullptr) {
-        for_lanes(n, [&](int64_t i, auto step) AK_LAMBDA {
+        for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
           emit_gradient<C>(load<C>(dy + c + i, step), dpre_c, sums_c, i, step);
         });
         continue;
       }
-      convert_row(grad.values, saved + c, n);
-      if (p.gated) {
-        convert_row(act.values, saved + c, n);
-        apply_activation(p.activation, act.values, n);
-      }
-      apply_activation_grad(p.activation, p.saved_is_output, grad.values, n);
+      for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
+        const Vec<C> v = load<C>(saved + c + i, step);
+        store_buffer(grad.values + i, v);
+        if (p.gated) store_buffer(act.values + i, v);
+      });
+      apply_activation_grad(p.activation, p.saved_is_output, grad.values, whole_steps(n));
       if (!p.gated) {
-        for_lanes(n, [&](int64_t i, auto step) AK_LAMBDA {
-          emit_gradient<C>(load<C>(dy + c + i, step) * load<C>(grad.values + i, step), dpre_c, sums_c, i, step);
+        for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
+          emit_gradient<C>(load<C>(dy + c + i, step) * load_buffer(grad.values + i), dpre_c, sums_c, i, step);
         });
       } else {
+        apply_activation(p.activation, act.values, whole_steps(n));
         T* dup_c = dpre != nullptr ? dpre_c + cols : nullptr;
-        C* up_sums_c = sums != nullptr ? sums_c + cols : nullptr;
+        C* up_sums_c = sums != nullptr ? up_sums + c : nullptr;
         const T* up = saved + cols + c;
-        for_lanes(n, [&](int64_t i, auto step) AK_LAMBDA {
+        for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
           const Vec<C> dy_i = load<C>(dy + c + i, step);
-          const Vec<C> dgate = dy_i * load<C>(up + i, step) * load<C>(grad.values + i, step);
+          const Vec<C> dgate = dy_i * load<C>(up + i, step) * load_buffer(grad.values + i);
           emit_gradient<C>(dgate, dpre_c, sums_c, i, step);
-          emit_gradient<C>(dy_i * load<C>(act.values + i, step), dup_c, up_sums_c, i, step);
+          emit_gradient<C>(dy_i * load_buffer(act.values + i), dup_c, up_sums_c, i, step);
         });
       }
     }
     if (dpre != nullptr) dpre_rows.done();
+  }
+  if (sums != nullptr) {
+    C* partials = static_cast<C*>(p.workspace) + block * out_cols;
+    from_row_order<T>(partials, sums, cols);
+    if (p.gated) from_row_order<T>(partials + cols, up_sums, cols);
   }
 }
 
@@ -160,10 +170,11 @@ void act_bwd_block(const ActBwdParams& p, int64_t block) {
 
 void act_bwd_columns(const ActBwdParams& p, int64_t begin, int64_t end) {
   if (p.dbias.data == nullptr) return;
+  const int64_t stride = p.gated ? 2 * p.cols : p.cols;
   if (p.dy.dtype == DType::kFloat64) {
-    add_partials(static_cast<const double*>(p.workspace), sum_blocks(p.rows), act_bwd_cols(p), p.dbias, begin, end);
+    add_partials(static_cast<const double*>(p.workspace), sum_blocks(p.rows), stride, p.dbias, begin, end);
   } else {
-    add_partials(static_cast<const float*>(p.workspace), sum_blocks(p.rows), act_bwd_cols(p), p.dbias, begin, end);
+    add_partials(static_cast<const float*>(p.workspace), sum_blocks(p.rows), stride, p.dbias, begin, end);
   }
 }
 

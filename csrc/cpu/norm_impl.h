@@ -32,11 +32,11 @@ AK_SIMD V first_term(V v, V sum) {
 
 // Multiplies the row by the power of two that brings its largest magnitude into [0.5, 1); returns 1, and does nothing, if
 // that is 0 or infinite.
-template <typename C>
+template <typename T, typename C>
 double scale_row(C* s, int64_t n) {
   const Vec<C> zero = splat(C(0));
-  const C largest = reduce_max<C>(n, [&](int64_t i, auto step) AK_LAMBDA {
-    const Vec<C> v = load<C>(s + i, step);
+  const C largest = reduce_max<T>(n, [&](int64_t i, auto) AK_LAMBDA {
+    const Vec<C> v = load_buffer(s + i);
     return vmax(v, zero - v);
   });
   if (!(largest > C(0)) || largest - largest != C(0)) return 1;
@@ -45,13 +45,13 @@ double scale_row(C* s, int64_t n) {
   // Two factors: 2^-exponent itself may not fit the compute type.
   const Vec<C> first = splat(C(__builtin_ldexp(1.0, -exponent / 2)));
   const Vec<C> second = splat(C(__builtin_ldexp(1.0, -exponent - -exponent / 2)));
-  for_lanes(n, [&](int64_t i, auto step) AK_LAMBDA { store(s + i, load<C>(s + i, step) * first * second, step); });
+  for_steps<T>(n, [&](int64_t i, auto) AK_LAMBDA { store_buffer(s + i, load_buffer(s + i) * first * second); });
   return __builtin_ldexp(1.0, -exponent);
 }
 
-// Of the row in the buffer `s`, with `sum` its sum of first_term. If the squares overflow or vanish, the row is scaled, in
+// Of the row of T in the buffer `s`, with `sum` its sum of first_term. If the squares overflow or vanish, the row is scaled, in
 // place, and everything is taken again.
-template <typename C, bool kRms>
+template <typename T, bool kRms, typename C = compute_t<T>>
 RowStatistics<C> row_statistics(C* s, double sum, int64_t n, double eps) {
   constexpr double kTiny = sizeof(C) == 4 ? 0x1p-90 : 0x1p-960;
   double scale = 1;
@@ -63,8 +63,8 @@ RowStatistics<C> row_statistics(C* s, double sum, int64_t n, double eps) {
     } else {
       center = C(sum / double(n));
       const Vec<C> vcenter = splat(center);
-      const Totals t = reduce<C, 2>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
-        const Vec<C> d = keep(load<C>(s + i, step) - vcenter, step, splat(C(0)));
+      const Totals t = reduce<T, 2>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
+        const Vec<C> d = keep(load_buffer(s + i) - vcenter, step, splat(C(0)));
         t.a = t.a + d;
         t.b = fma(d, d, t.b);
       });
@@ -74,10 +74,10 @@ RowStatistics<C> row_statistics(C* s, double sum, int64_t n, double eps) {
     }
     const double total = variance + eps * scale * scale;
     const bool in_range = total - total == 0 && total >= kTiny;
-    if (!in_range && !scaled) scale = scale_row(s, n);
+    if (!in_range && !scaled) scale = scale_row<T>(s, n);
     if (in_range || scaled || scale == 1) return {center, correction, 1.0 / __builtin_sqrt(total), scale};
-    sum = reduce<C, 1>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
-            t.a = first_term<kRms>(load<C>(s + i, step), t.a);
+    sum = reduce<T, 1>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
+            t.a = first_term<kRms>(keep(load_buffer(s + i), step, splat(C(0))), t.a);
           }).a;
   }
 }
@@ -91,48 +91,49 @@ void norm_fwd_typed(const NormFwdParams& p, int64_t begin, int64_t end) {
   RowWriter<T> y_rows(p.y, n, begin, end);
   RowWriter<T> sum_rows(p.sum, n, begin, end);
   Scratch s_scratch, weight_scratch, bias_scratch;
-  C* s = s_scratch.allocate<C>(n + kLanes);
-  const C* weight = load_vector<C>(weight_scratch, p.weight, n, p.weight.data != nullptr ? p.weight_offset : 0, 1);
-  const C* bias = load_vector<C>(bias_scratch, p.bias, n, 0, -0.0);  // h * weight + -0 is h * weight, zeros' signs too
+  C* s = s_scratch.allocate<C>(whole_steps(n));
+  const C* weight = load_vector<T>(weight_scratch, p.weight, n, p.weight.data != nullptr ? p.weight_offset : 0, 1);
+  const C* bias = load_vector<T>(bias_scratch, p.bias, n, 0, -0.0);  // h * weight + -0 is h * weight, zeros' signs too
 
   for (int64_t row = begin; row < end; ++row) {
     const T* x = x_rows.row();
     double sum;
     if (p.residual.data == nullptr) {
-      sum = reduce<C, 1>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
+      sum = reduce<T, 1>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
               const Vec<C> v = load<C>(x + i, step);
-              store(s + i, v, step);
+              store_buffer(s + i, v);
               t.a = first_term<kRms>(v, t.a);
             }).a;
     } else {
       const T* residual = residual_rows.row();
-      sum = reduce<C, 1>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
+      sum = reduce<T, 1>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
               const Vec<C> v = load<C>(x + i, step) + load<C>(residual + i, step);
-              store(s + i, v, step);
+              store_buffer(s + i, v);
               t.a = first_term<kRms>(v, t.a);
             }).a;
     }
     if (p.sum.data != nullptr) {
-      convert_row(sum_rows.row(), static_cast<const C*>(s), n);
+      T* rounded = sum_rows.row();
+      for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA { store(rounded + i, load_buffer(s + i), step); });
       sum_rows.done();
     }
 
-    const RowStatistics<C> stats = row_statistics<C, kRms>(s, sum, n, p.eps);
+    const RowStatistics<C> stats = row_statistics<T, kRms>(s, sum, n, p.eps);
     if (p.mean != nullptr) static_cast<C*>(p.mean)[row] = C((double(stats.center) + stats.correction) / stats.scale);
     if (p.rstd != nullptr) static_cast<C*>(p.rstd)[row] = C(stats.rstd * stats.scale);
 
     T* y = y_rows.row();
     const Vec<C> rstd = splat(C(stats.rstd));
     if constexpr (kRms) {
-      for_lanes(n, [&](int64_t i, auto step) AK_LAMBDA {
-        store(y + i, load<C>(s + i, step) * rstd * load<C>(weight + i, step), step);
+      for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
+        store(y + i, load_buffer(s + i) * rstd * load_buffer(weight + i), step);
       });
     } else {
       const Vec<C> center = splat(stats.center);
       const Vec<C> shift = splat(C(-stats.correction * stats.rstd));
-      for_lanes(n, [&](int64_t i, auto step) AK_LAMBDA {
-        const Vec<C> h = fma(load<C>(s + i, step) - center, rstd, shift);
-        store(y + i, fma(h, load<C>(weight + i, step), load<C>(bias + i, step)), step);
+      for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
+        const Vec<C> h = fma(load_buffer(s + i) - center, rstd, shift);
+        store(y + i, fma(h, load_buffer(weight + i), load_buffer(bias + i)), step);
       });
     }
     y_rows.done();
@@ -157,7 +158,7 @@ void norm_fwd_rows(const NormFwdParams& p, int64_t begin, int64_t end) {
 inline bool norm_bwd_sums(const NormBwdParams& p) { return p.dweight.data != nullptr || p.dbias.data != nullptr; }
 
 // One block of rows. A row of s and dy is read from memory once; the second pass finds it in the cache. The block's column
-// sums of dy * h and of dy are in partials[0, cols) and [cols, 2 cols).
+// sums of dy * h and of dy go to the workspace, cols of the one and cols of the other.
 template <typename T, bool kRms>
 void norm_bwd_typed(const NormBwdParams& p, int64_t block) {
   using C = compute_t<T>;
@@ -168,14 +169,14 @@ void norm_bwd_typed(const NormBwdParams& p, int64_t block) {
   RowReader<T> dy_rows(p.dy, n, begin, end);
   RowReader<T> dsum_rows(p.dsum, n, begin, end);
   RowWriter<T> dx_rows(p.dx, n, begin, end);
-  Scratch weight_scratch;
-  const C* weight = load_vector<C>(weight_scratch, p.weight, n, p.weight.data != nullptr ? p.weight_offset : 0, 1);
-  C* dweight = nullptr;
-  if (norm_bwd_sums(p)) {
-    dweight = static_cast<C*>(p.workspace) + block * 2 * n;
-    for (int64_t i = 0; i < 2 * n; ++i) dweight[i] = C(0);
+  Scratch weight_scratch, sums_scratch;
+  const C* weight = load_vector<T>(weight_scratch, p.weight, n, p.weight.data != nullptr ? p.weight_offset : 0, 1);
+  const bool sums = norm_bwd_sums(p);
+  C* dweight = sums ? sums_scratch.allocate<C>(2 * whole_steps(n)) : nullptr;
+  C* dbias = sums ? dweight + whole_steps(n) : nullptr;
+  if (sums) {
+    for (int64_t i = 0; i < 2 * whole_steps(n); ++i) dweight[i] = C(0);
   }
-  C* dbias = dweight + n;
 
   for (int64_t row = begin; row < end; ++row) {
     const T* s = s_rows.row();
@@ -189,15 +190,15 @@ void norm_bwd_typed(const NormBwdParams& p, int64_t block) {
     // The sums of h, g and g * h. h's own mean is what the saved mean's rounding left; it is taken off.
     double mean_h = 0, mean_g = 0, mean_gh = 0;
     if constexpr (kRms) {
-      mean_gh = reduce<C, 1>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
+      mean_gh = reduce<T, 1>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
                   const Vec<C> h = load<C>(s + i, step) * rstd;
-                  const Vec<C> g = load<C>(dy + i, step) * load<C>(weight + i, step);
+                  const Vec<C> g = load<C>(dy + i, step) * load_buffer(weight + i);
                   t.a = fma(g, h, t.a);
                 }).a / double(n);
     } else {
-      const Totals t = reduce<C, 3>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
+      const Totals t = reduce<T, 3>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
         const Vec<C> h = keep((load<C>(s + i, step) - center) * rstd, step, splat(C(0)));
-        const Vec<C> g = load<C>(dy + i, step) * load<C>(weight + i, step);
+        const Vec<C> g = load<C>(dy + i, step) * load_buffer(weight + i);
         t.a = t.a + h;
         t.b = t.b + g;
         t.c = fma(g, h, t.c);
@@ -208,7 +209,7 @@ void norm_bwd_typed(const NormBwdParams& p, int64_t block) {
     }
 
     const Vec<C> shift = splat(C(-mean_h)), vmean_g = splat(C(mean_g)), vmean_gh_negated = splat(C(-mean_gh));
-    for_lanes(n, [&](int64_t i, auto step) AK_LAMBDA {
+    for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
       const Vec<C> dy_i = load<C>(dy + i, step);
       Vec<C> h;
       if constexpr (kRms) {
@@ -216,12 +217,12 @@ void norm_bwd_typed(const NormBwdParams& p, int64_t block) {
       } else {
         h = fma(load<C>(s + i, step) - center, rstd, shift);
       }
-      if (dweight != nullptr) {
-        store(dweight + i, fma(dy_i, h, load<C>(dweight + i, step)), step);
-        if constexpr (!kRms) store(dbias + i, dy_i + load<C>(dbias + i, step), step);
+      if (sums) {
+        store_buffer(dweight + i, fma(dy_i, h, load_buffer(dweight + i)));
+        if constexpr (!kRms) store_buffer(dbias + i, dy_i + load_buffer(dbias + i));
       }
       if (dx != nullptr) {
-        Vec<C> g = dy_i * load<C>(weight + i, step);
+        Vec<C> g = dy_i * load_buffer(weight + i);
         if constexpr (!kRms) g = g - vmean_g;
         g = fma(h, vmean_gh_negated, g);
         if (dsum != nullptr) {
@@ -232,6 +233,11 @@ void norm_bwd_typed(const NormBwdParams& p, int64_t block) {
       }
     });
     if (dx != nullptr) dx_rows.done();
+  }
+  if (sums) {
+    C* partials = static_cast<C*>(p.workspace) + block * 2 * n;
+    from_row_order<T>(partials, dweight, n);
+    from_row_order<T>(partials + n, dbias, n);
   }
 }
 

@@ -39,23 +39,58 @@ AK_SIMD void with_dtype(DType dtype, F&& f) {
   }
 }
 
-// f(i, All) for every whole step of sixteen in [0, n), then f(i, Some) for the rest.
-template <typename F>
-AK_SIMD void for_lanes(int64_t n, F f) {
+// f(i, All) for every whole step of a row of T, then f(i, Some) for the rest.
+template <typename T, typename F>
+AK_SIMD void for_steps(int64_t n, F f) {
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) f(i, All{});
-  if (i < n) f(i, Some{n - i});
+  if (i < n) f(i, Some<T>{n - i});
 }
 
+// In element order on both sides.
 template <typename To, typename From>
-void convert_row(To* to, const From* from, int64_t n) {
+void convert_elements(To* to, const From* from, int64_t n) {
   using C = compute_t<std::conditional_t<sizeof(To) == 8, To, From>>;
-  for_lanes(n, [&](int64_t i, auto step) AK_LAMBDA { store(to + i, load<C>(from + i, step), step); });
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store_elements(to + i, load_elements<C>(from + i));
+  if (i < n) {
+    From padded[kLanes] = {};
+    To result[kLanes];
+    for (int64_t k = 0; k < n - i; ++k) padded[k] = from[i + k];
+    store_elements(result, load_elements<C>(padded));
+    for (int64_t k = 0; k < n - i; ++k) to[i + k] = result[k];
+  }
+}
+
+// A buffer of n elements, from element order to a row of T's order, and back. Whole steps are moved.
+template <typename T, typename C>
+void to_row_order(C* buffer, int64_t n) {
+  if constexpr (kEvenOdd<T>) {
+    for (int64_t i = 0; i < n; i += kLanes) {
+      C step[kLanes];
+      for (int k = 0; k < kLanes; ++k) step[k] = buffer[i + k];
+      for (int k = 0; k < kLanes / 2; ++k) {
+        buffer[i + k] = step[2 * k];
+        buffer[i + kLanes / 2 + k] = step[2 * k + 1];
+      }
+    }
+  }
+}
+template <typename T, typename C>
+void from_row_order(C* to, const C* buffer, int64_t n) {
+  if constexpr (kEvenOdd<T>) {
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t k = i % kLanes;
+      to[i] = buffer[i - k + (k % 2 == 0 ? k / 2 : kLanes / 2 + k / 2)];
+    }
+  } else {
+    for (int64_t i = 0; i < n; ++i) to[i] = buffer[i];
+  }
 }
 
 // ------------------------------------------------------------------------------------------------------------- reductions
 
-// What reduce() carries: K sums of sixteen lanes.
+// What reduce() carries: K sums of all lanes.
 template <typename C, int K>
 struct Sums;
 template <typename C>
@@ -80,48 +115,52 @@ struct Totals {
   double a = 0, b = 0, c = 0;
 };
 
-// The one summation tree of a row: in chunks of 4096, four accumulators of sixteen lanes take the steps in turn, are
-// added in pairs, and the sixteen lanes and the chunks in fp64. f(sums, i, step) adds step i's terms; terms past the end
-// must be 0. A function of n alone.
-template <typename C, int K, typename F>
+// The one summation tree of a row of T: in chunks of 4096, two accumulators take the steps in turn and are added, the
+// lanes are added (sum_step), and the chunks in fp64. f(sums, i, step) adds step i's terms; terms past the end must be 0.
+// A function of n and T alone.
+template <typename T, int K, typename F>
 AK_SIMD Totals reduce(int64_t n, F f) {
+  using C = compute_t<T>;
   constexpr int64_t kChunk = 4096;
   Totals totals;
   for (int64_t begin = 0; begin < n; begin += kChunk) {
     const int64_t end = n - begin < kChunk ? n : begin + kChunk;
-    Sums<C, K> s0 = Sums<C, K>::zero(), s1 = s0, s2 = s0, s3 = s0;
+    Sums<C, K> even = Sums<C, K>::zero(), odd = even;
     int64_t i = begin;
-    for (; i + 4 * kLanes <= end; i += 4 * kLanes) {
-      f(s0, i, All{});
-      f(s1, i + kLanes, All{});
-      f(s2, i + 2 * kLanes, All{});
-      f(s3, i + 3 * kLanes, All{});
+    for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
+      f(even, i, All{});
+      f(odd, i + kLanes, All{});
     }
-    for (; i + kLanes <= end; i += kLanes) f(s0, i, All{});
-    if (i < end) f(s1, i, Some{end - i});
-    const Sums<C, K> s = s0.merge(s1).merge(s2.merge(s3));
-    totals.a += sum_lanes(s.a);
-    if constexpr (K > 1) totals.b += sum_lanes(s.b);
-    if constexpr (K > 2) totals.c += sum_lanes(s.c);
+    if (i + kLanes <= end) {
+      f(even, i, All{});
+      i += kLanes;
+    }
+    if (i < end) f(odd, i, Some<T>{end - i});
+    const Sums<C, K> s = even.merge(odd);
+    totals.a += sum_step(s.a);
+    if constexpr (K > 1) totals.b += sum_step(s.b);
+    if constexpr (K > 2) totals.c += sum_step(s.c);
   }
   return totals;
 }
 
 // The largest f(i, step) over [0, n), NaN ignored, -inf if there is none.
-template <typename C, typename F>
-AK_SIMD C reduce_max(int64_t n, F f) {
+template <typename T, typename F>
+AK_SIMD compute_t<T> reduce_max(int64_t n, F f) {
+  using C = compute_t<T>;
   const Vec<C> lowest = splat(C(-INFINITY));
-  Vec<C> m0 = lowest, m1 = lowest, m2 = lowest, m3 = lowest;
+  Vec<C> even = lowest, odd = lowest;
   int64_t i = 0;
-  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
-    m0 = vmax(f(i, All{}), m0);  // vmax returns its second argument if either is NaN
-    m1 = vmax(f(i + kLanes, All{}), m1);
-    m2 = vmax(f(i + 2 * kLanes, All{}), m2);
-    m3 = vmax(f(i + 3 * kLanes, All{}), m3);
+  for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+    even = vmax(f(i, All{}), even);  // vmax returns its second argument if either is NaN
+    odd = vmax(f(i + kLanes, All{}), odd);
   }
-  for (; i + kLanes <= n; i += kLanes) m0 = vmax(f(i, All{}), m0);
-  if (i < n) m1 = vmax(keep(f(i, Some{n - i}), Some{n - i}, lowest), m1);
-  return max_lanes<C>(vmax(vmax(m0, m1), vmax(m2, m3)));
+  if (i + kLanes <= n) {
+    even = vmax(f(i, All{}), even);
+    i += kLanes;
+  }
+  if (i < n) odd = vmax(keep(f(i, Some<T>{n - i}), Some<T>{n - i}, lowest), odd);
+  return max_lanes<C>(vmax(even, odd));
 }
 
 // --------------------------------------------------------------------------------------------------------- rows in memory
@@ -224,7 +263,7 @@ class RowReader {
     cursor_.next();
     if (!converts_) return reinterpret_cast<const T*>(data);
     if constexpr (sizeof(T) >= 4) {
-      with_dtype(in_.dtype, [&]<typename From>() { convert_row(converted_, reinterpret_cast<const From*>(data), cols_); });
+      with_dtype(in_.dtype, [&]<typename From>() { convert_elements(converted_, reinterpret_cast<const From*>(data), cols_); });
     }
     return converted_;
   }
@@ -286,7 +325,7 @@ class RowWriter {
   void done() {
     if constexpr (sizeof(T) >= 4) {
       if (converts_) {
-        with_dtype(out_.dtype, [&]<typename To>() { convert_row(reinterpret_cast<To*>(data_), converted_, cols_); });
+        with_dtype(out_.dtype, [&]<typename To>() { convert_elements(reinterpret_cast<To*>(data_), converted_, cols_); });
       }
     }
     ++row_;
@@ -322,20 +361,21 @@ class RowWriter {
   Scratch packed_scratch_, converted_scratch_;
 };
 
-// A parameter vector in the compute type, `offset` added; all `absent` where there is none.
-template <typename C>
+// A parameter vector as a buffer in T's row order, `offset` added; all `absent` where there is none.
+template <typename T, typename C = compute_t<T>>
 C* load_vector(Scratch& scratch, const VectorIn& in, int64_t n, double offset, double absent) {
-  C* out = scratch.allocate<C>(n + kLanes);
-  if (in.data == nullptr) {
-    for (int64_t i = 0; i < n; ++i) out[i] = C(absent);
-  } else if (in.stride == 1) {
-    with_dtype(in.dtype, [&]<typename T>() { convert_row(out, static_cast<const T*>(in.data), n); });
+  C* out = scratch.allocate<C>(whole_steps(n));
+  for (int64_t i = in.data == nullptr ? 0 : n; i < whole_steps(n); ++i) out[i] = C(absent);
+  if (in.data == nullptr) return out;
+  if (in.stride == 1) {
+    with_dtype(in.dtype, [&]<typename From>() { convert_elements(out, static_cast<const From*>(in.data), n); });
   } else {
     for (int64_t i = 0; i < n; ++i) out[i] = load_as<C>(in.data, in.dtype, i * in.stride);
   }
   if (offset != 0) {
     for (int64_t i = 0; i < n; ++i) out[i] += C(offset);
   }
+  to_row_order<T>(out, n);
   return out;
 }
 

@@ -1,7 +1,8 @@
 // Softmax and log-softmax, forward and backward. A row is read from memory once and written once; between, it stays in
 // the L1 or L2 cache: the largest logit, then exp(x - max) and its sum, then the normalisation.
 // Rounding points: scale * x + mask (one fma), minus the largest (for an unmasked row one fma with the scale), exp, the
-// sum (reduce), the product with 1 / sum; then once to the output's dtype.
+// sum (reduce), the product with 1 / sum; backward the dot product, scale * dy - scale * dot (one fma), the product with
+// y; all in the compute type, then once to the output's dtype.
 #pragma once
 
 #include "rows.h"
@@ -14,39 +15,57 @@ void fill_row(T* y, int64_t begin, int64_t end, C value) {
   for (int64_t i = begin; i < end; ++i) y[i] = v;
 }
 
-// y = softmax(scale * x) over n columns, or its logarithm. e: scratch of n.
-template <typename C, typename X, typename Y>
-void softmax_row(const X* x, C scale, bool log, bool masked, C* e, Y* y, int64_t n) {
-  const Vec<C> vscale = splat(scale);
-  const C max = reduce_max<C>(n, [&](int64_t i, auto step) AK_LAMBDA { return load<C>(x + i, step) * vscale; });
-  if (masked && max == C(-INFINITY)) {  // nothing kept, unless what is kept is NaN
-    bool nan = false;
-    for (int64_t i = 0; i < n; ++i) {
-      const C v = ampkernels::widen(x[i]);
-      nan |= v != v;
-    }
-    return fill_row(y, 0, n, nan ? C(NAN) : log ? C(-INFINITY) : C(0));
+// Largest scale * x of the row. Rounding is monotonic: the extreme x is enough.
+template <typename T, typename F>
+AK_SIMD compute_t<T> largest_logit(int64_t n, compute_t<T> scale, F x) {
+  using C = compute_t<T>;
+  if (scale < C(0)) {
+    const Vec<C> zero = splat(C(0));
+    return -scale * reduce_max<T>(n, [&](int64_t i, auto step) AK_LAMBDA { return zero - x(i, step); });
   }
-  const Vec<C> vmax_negated = splat(-max);
+  return scale * reduce_max<T>(n, x);
+}
+
+// y = softmax(scale * x), or its logarithm, over a row of T of n columns. x(i, step) loads a step. e: a buffer.
+template <typename T, typename C, typename F>
+AK_SIMD void softmax_row(F x, C max, C scale, bool log, C* e, T* y, int64_t n) {
+  const Vec<C> vscale = splat(scale), vmax_negated = splat(-max);
+  const auto logit = [&](int64_t i, auto step) AK_LAMBDA { return fma(x(i, step), vscale, vmax_negated); };
   if (log) {
-    const double sum = reduce<C, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA {
-                         const Vec<C> t = fma(load<C>(x + i, step), vscale, vmax_negated);
-                         s.a = s.a + keep(exp_lanes(t), step, splat(C(0)));
+    const double sum = reduce<T, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA {
+                         s.a = s.a + keep(exp_lanes(logit(i, step)), step, splat(C(0)));
                        }).a;
     const Vec<C> log_sum = splat(C(__builtin_log(sum)));
-    for_lanes(n, [&](int64_t i, auto step) AK_LAMBDA {
-      store(y + i, fma(load<C>(x + i, step), vscale, vmax_negated) - log_sum, step);
-    });
+    for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA { store(y + i, logit(i, step) - log_sum, step); });
   } else {
-    const double sum = reduce<C, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA {
-                         const Vec<C> t = fma(load<C>(x + i, step), vscale, vmax_negated);
-                         const Vec<C> v = keep(exp_lanes(t), step, splat(C(0)));
-                         store(e + i, v, step);
+    const double sum = reduce<T, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA {
+                         const Vec<C> v = keep(exp_lanes(logit(i, step)), step, splat(C(0)));
+                         store_buffer(e + i, v);
                          s.a = s.a + v;
                        }).a;
     const Vec<C> inverse = splat(C(1.0 / sum));
-    for_lanes(n, [&](int64_t i, auto step) AK_LAMBDA { store(y + i, load<C>(e + i, step) * inverse, step); });
+    for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA { store(y + i, load_buffer(e + i) * inverse, step); });
   }
+}
+
+template <typename T, typename C>
+void plain_row(const T* x, C scale, bool log, C* e, T* y, int64_t n) {
+  const auto load_x = [&](int64_t i, auto step) AK_LAMBDA { return load<C>(x + i, step); };
+  softmax_row<T>(load_x, largest_logit<T>(n, scale, load_x), scale, log, e, y, n);
+}
+
+// The logits, scaled and masked, lie in z, a buffer in row order, which serves as e too.
+template <typename T, typename C>
+void masked_row(C* z, bool log, T* y, int64_t n) {
+  const auto load_z = [&](int64_t i, auto) AK_LAMBDA { return load_buffer(z + i); };
+  const C max = largest_logit<T>(n, C(1), load_z);
+  if (max != C(-INFINITY)) return softmax_row<T>(load_z, max, C(1), log, z, y, n);
+  // Nothing kept, unless what is kept is NaN.
+  const double nan = reduce<T, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA {
+                       const Vec<C> v = load_buffer(z + i), zero = splat(C(0));
+                       s.a = s.a + keep(select_greater(zero, v, zero, v), step, zero);
+                     }).a;
+  fill_row(y, 0, n, nan != nan ? C(NAN) : log ? C(-INFINITY) : C(0));
 }
 
 // Columns that a causal row keeps.
@@ -70,7 +89,7 @@ void softmax_fwd_typed(const SoftmaxFwdParams& p, int64_t begin, int64_t end) {
   RowReader<C> add_rows(additive_rows, p.cols, begin, end);
   RowWriter<T> y_rows(p.y, p.cols, begin, end);
   Scratch scratch;
-  C* e = scratch.allocate<C>(p.cols + kLanes);
+  C* e = scratch.allocate<C>(whole_steps(p.cols));
   const C scale = C(p.scale);
   const Vec<C> vscale = splat(scale);
 
@@ -79,19 +98,20 @@ void softmax_fwd_typed(const SoftmaxFwdParams& p, int64_t begin, int64_t end) {
     T* y = y_rows.row();
     const int64_t n = causal_columns(p.causal, row, p.q_len, p.cols);
     if (!masked) {
-      softmax_row(x, scale, p.log, false, e, y, n);
+      plain_row(x, scale, p.log, e, y, n);
     } else {
+      convert_elements(e, x, n);
       if (bool_mask) {
         const uint8_t* keeps = keep_rows.row();
-        for_lanes(n, [&](int64_t i, auto step) AK_LAMBDA { store(e + i, load<C>(x + i, step) * vscale, step); });
-        for (int64_t i = 0; i < n; ++i) e[i] = keeps[i] ? e[i] : C(-INFINITY);
+        for (int64_t i = 0; i < n; ++i) e[i] = keeps[i] ? e[i] * scale : C(-INFINITY);
       } else {
         const C* add = add_rows.row();
-        for_lanes(n, [&](int64_t i, auto step) AK_LAMBDA {
-          store(e + i, fma(load<C>(x + i, step), vscale, load<C>(add + i, step)), step);
+        for_steps<C>(n, [&](int64_t i, auto step) AK_LAMBDA {
+          store_buffer(e + i, fma(load_buffer(e + i), vscale, load<C>(add + i, step)));
         });
       }
-      softmax_row(static_cast<const C*>(e), C(1), p.log, true, e, y, n);
+      to_row_order<T>(e, n);
+      masked_row(e, p.log, y, n);
     }
     if (n < p.cols) fill_row(y, n, p.cols, p.log ? C(-INFINITY) : C(0));
     y_rows.done();
@@ -103,26 +123,25 @@ void softmax_fwd_rows(const SoftmaxFwdParams& p, int64_t begin, int64_t end) {
                 [&]<typename T>() { softmax_fwd_typed<T>(p, begin, end); });
 }
 
-template <typename C, typename T>
+template <typename T, typename C>
 void softmax_bwd_row(const T* y, const T* dy, C scale, bool log, T* dx, int64_t n) {
   const Vec<C> vscale = splat(scale);
   if (log) {
-    const double sum = reduce<C, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA {
+    const double sum = reduce<T, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA {
                          s.a = s.a + load<C>(dy + i, step);
                        }).a;
     const Vec<C> negated = splat(C(-sum));
-    for_lanes(n, [&](int64_t i, auto step) AK_LAMBDA {
+    for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
       const Vec<C> v = fma(exp_lanes(load<C>(y + i, step)), negated, load<C>(dy + i, step));
       store(dx + i, v * vscale, step);
     });
   } else {
-    const double dot = reduce<C, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA {
+    const double dot = reduce<T, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA {
                          s.a = fma(load<C>(y + i, step), load<C>(dy + i, step), s.a);
                        }).a;
-    const Vec<C> vdot = splat(C(dot));
-    for_lanes(n, [&](int64_t i, auto step) AK_LAMBDA {
-      const Vec<C> v = load<C>(y + i, step) * (load<C>(dy + i, step) - vdot);
-      store(dx + i, v * vscale, step);
+    const Vec<C> negated = splat(C(-dot) * scale);
+    for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
+      store(dx + i, load<C>(y + i, step) * fma(load<C>(dy + i, step), vscale, negated), step);
     });
   }
 }

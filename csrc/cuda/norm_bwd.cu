@@ -10,8 +10,8 @@
 // Streaming tier: dx by a CTA per row, the column sums by a second reading.
 // Synchronisation. One barrier per row for both means; one more where lanes read units that other lanes copied (rows off
 // 16 bytes, or no whole number of vectors).
-// Rounding points. s - mean, times rstd; dy * weight; the sums (fp32, or fp64 for fp64 s); the combination and dsum, each
-// once; then dx once to its dtype, and dweight, dbias once to theirs.
+// Rounding points. d = s - mean, h = d * rstd; dy * weight; the sums (fp32, or fp64 for fp64 s) and the row's two factors;
+// dx = rstd * g + (factor * h + factor) by two fma, plus dsum; then dx once to its dtype, and dweight, dbias once to theirs.
 #include "rows_common.cuh"
 
 namespace ampkernels::cuda {
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
   grid_dependency_wait();
 
   C* const weight = reinterpret_cast<C*>(shared + shape.weight_at);
-  Team<C> team(shape.team, *reinterpret_cast<TeamScratch<C>*>(shared + shape.scratch_at));
+  Team<C, true> team(shape.team, shared + shape.scratch_at);
   const int lane = team.lane, lanes = team.lanes, slots = shape.team.rows_per_cta;
   const int64_t group = row_group_index(shape.team.cluster);
   const int segment = lanes * K * V;  // columns of this CTA
@@ -268,9 +268,9 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
       if (p.dy.col_stride == 1) dy_shift = int(misalignment(row_pointer(p.dy, row, begin), 16));
     }
 
-    // One vector: h, dy and g = dy * weight; zeros past the end.
-    const auto read = [&](int j, C(&h)[V], C(&dy)[V], C(&g)[V]) {
-      read_vector<T, V>(s_at, s_shift, j, h);
+    // One vector: the deviations d = s - mean, dy and g = dy * weight; zeros past the end.
+    const auto read = [&](int j, C(&d)[V], C(&dy)[V], C(&g)[V]) {
+      read_vector<T, V>(s_at, s_shift, j, d);
       if constexpr (kAligned) {
         read_vector<D, V>(dy_at, 0, j, dy);
       } else {
@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
         if ((j + 1) * V > here)
 #pragma unroll
           for (int e = 0; e < V; ++e)
-            if (j * V + e >= here) h[e] = mean, dy[e] = 0;
+            if (j * V + e >= here) d[e] = mean, dy[e] = 0;
       }
 #pragma unroll
       for (int part = 0; part < V / kPart; ++part) {
@@ -290,7 +290,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
 #pragma unroll
         for (int i = 0; i < kPart; ++i) {
           const int e = part * kPart + i;
-          h[e] = (kRms ? h[e] : h[e] - mean) * rstd;
+          if constexpr (!kRms) d[e] -= mean;
           if constexpr (sizeof(C) == 4)
             g[e] = dy[e] * bit_cast<float>(w[i]);
           else
@@ -305,18 +305,19 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
       const int j = lane + k * lanes;
       asm volatile("" ::: "memory");  // one vector at a time: the column sums leave no registers for more
       if (j * V >= here) continue;
-      C h[V], dy[V], g[V], gh = 0, gm = 0;
-      read(j, h, dy, g);
+      C d[V], dy[V], g[V], gd = 0, gm = 0;
+      read(j, d, dy, g);
 #pragma unroll
       for (int e = 0; e < V; ++e) {
-        gh = fma(g[e], h[e], gh);
-        dweight[k][e] = fma(dy[e], h[e], dweight[k][e]);
+        const C h = d[e] * rstd;
+        gd = fma(g[e], h, gd);
+        dweight[k][e] = fma(dy[e], h, dweight[k][e]);
         if constexpr (!kRms) {
           gm += g[e];
           dbias[k][e] += dy[e];
         }
       }
-      sums[0] += gh;
+      sums[0] += gd;
       if constexpr (!kRms) sums[1] += gm;
     }
     if (!p.dx.data) {
@@ -328,13 +329,16 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
     }
     team.reduce(sums, Sum{}, C(0));
     if (kBulk) fetch();  // every lane has left the stage of the last round
-    const C gh = sums[0] * inverse, gm = kRms ? C(0) : sums[kRms ? 0 : 1] * inverse;
-
+    // dx = rstd * g - rstd * mean(g * h) * h - rstd * mean(g)
+    const C by_h = -(sums[0] * inverse) * rstd, constant = kRms ? C(0) : -(sums[kRms ? 0 : 1] * inverse) * rstd;
     const auto combine = [&](int j, C(&g)[V]) {
-      C h[V], dy[V];
-      read(j, h, dy, g);
+      C d[V], dy[V];
+      read(j, d, dy, g);
 #pragma unroll
-      for (int e = 0; e < V; ++e) g[e] = fma(-h[e], gh, kRms ? g[e] : g[e] - gm) * rstd;
+      for (int e = 0; e < V; ++e) {
+        const C h = d[e] * rstd;
+        g[e] = fma(g[e], rstd, kRms ? by_h * h : fma(by_h, h, constant));
+      }
     };
     if constexpr (kAligned) {
       char* dx = aligned_row(p.dx, row, sizeof(T)) + begin * int(sizeof(T));
@@ -343,7 +347,6 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         const int j = lane + k * lanes;
-        asm volatile("" ::: "memory");
         if (j * V >= here) continue;
         C g[V];
         combine(j, g);
@@ -434,7 +437,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads)
     norm_bwd_streaming_dx(const __grid_constant__ NormBwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
   constexpr int V = kVector<T>, kFar = 1 << 24;
-  __shared__ TeamScratch<C> scratch;
+  extern __shared__ __align__(16) char scratch[];
   grid_launch_dependents();
   grid_dependency_wait();
 
@@ -537,6 +540,13 @@ auto resident_kernel(const NormBwdParams& p, const RowsPlan& plan) {
   return p.rms ? norm_bwd_resident<T, D, true, false> : norm_bwd_resident<T, D, false, false>;
 }
 
+template <typename T>
+Status launch_streaming_dx(const NormBwdParams& p, const RowsPlan& plan, int arch, cudaStream_t stream) {
+  const TeamShape shape{plan.lanes, 1, 1, 1.0 / double(p.cols)};
+  return launch_rows(norm_bwd_streaming_dx<T>, arch, p.rows, plan.lanes, 1,
+                     size_t(team_scratch_bytes(shape, sizeof(compute_t<T>))), stream, p, shape);
+}
+
 template <typename C>
 Status launch_column_sums(const NormBwdParams& p, int groups, int arch, cudaStream_t stream) {
   const int outputs = (p.dweight.data ? 1 : 0) + (p.dbias.data ? 1 : 0);
@@ -568,7 +578,7 @@ Status launch_norm_bwd(const NormBwdParams& p, cudaStream_t stream) {
     using C = compute_t<T>;
     if (groups > 0 && plan.tier == RowsTier::kStreaming) {
       if (p.dx.data)
-        status = launch_rows(norm_bwd_streaming_dx<T>, arch, p.rows, plan.lanes, 1, 0, stream, p, TeamShape{plan.lanes, 1, 1, 1.0 / double(p.cols)});
+        status = launch_streaming_dx<T>(p, plan, arch, stream);
       if (status.ok() && (p.dweight.data || p.dbias.data))
         status = launch_rows(norm_bwd_streaming_sums<C>, arch, (p.cols + 127) / 128 * groups, 128, 1, 0, stream, p);
     } else if (groups > 0) {
@@ -584,7 +594,7 @@ Status launch_norm_bwd(const NormBwdParams& p, cudaStream_t stream) {
       const int64_t merge = plan.rows_per_cta * elements * int64_t(sizeof(C));  // the slots' sums, after the ring's time
       shape.weight_at = int(std::max(ring, merge));
       shape.scratch_at = int(shape.weight_at + norm_bwd_weight_bytes(plan, sizeof(C)));
-      shape.barriers_at = int(shape.scratch_at + sizeof(TeamScratch<C>));
+      shape.barriers_at = shape.scratch_at + team_scratch_bytes(shape.team, sizeof(C));
       const size_t shared = size_t(shape.barriers_at) + size_t(plan.rows_per_cta * plan.stages) * 8;
       const auto launch = [&](auto kernel) {
         return launch_rows(kernel, arch, groups, plan.cta_threads(), plan.cluster, shared, stream, p, shape);

@@ -181,15 +181,21 @@ __device__ __forceinline__ void save_statistics(const NormFwdParams& p, const St
   if (p.rstd) static_cast<C*>(p.rstd)[row] = stats.saved_rstd();
 }
 
+template <int V, typename C>
+__device__ __forceinline__ void copy(const C (&from)[V], C (&to)[V]) {
+#pragma unroll
+  for (int e = 0; e < V; ++e) to[e] = from[e];
+}
+
 // use(k, v) with the parameters of each of the lane's vectors, in two batches: they share the registers with the row.
-template <typename T, int K, int V, typename Use>
-__device__ __forceinline__ void with_aligned_parameters(const VectorIn& w, int first, int step, int vectors, Use&& use) {
+template <bool kAligned, typename T, int K, int V, typename Use>
+__device__ __forceinline__ void with_unit_stride_parameters(const VectorIn& w, int first, int step, int limit, Use&& use) {
   using C = compute_t<T>;
   const auto batches = [&]<typename D>() {
 #pragma unroll
     for (int k0 = 0; k0 < K; k0 += K / 2) {
       Vectors<D, V, K / 2> v;
-      v.template load_aligned<Cache::kKeep>(w.data, first + k0 * step, step, vectors);
+      v.template load_unit_stride<kAligned, Cache::kKeep>(w.data, first + k0 * step, step, limit);
 #pragma unroll
       for (int k = 0; k < K / 2; ++k) {
         C a[V];
@@ -204,13 +210,14 @@ __device__ __forceinline__ void with_aligned_parameters(const VectorIn& w, int f
     batches.template operator()<Paired<T>>();
 }
 
-// Rows and parameters on 16 bytes, of whole vectors: the common case, and few instructions beside the arithmetic.
-template <typename T, typename O, bool kRms, bool kResidual>
-__global__ void __launch_bounds__(kRowsCtaThreads, 2)
-    norm_fwd_aligned(const __grid_constant__ NormFwdParams p, const TeamShape shape) {
+// Unit-stride rows and parameters: the common case, and few instructions beside the arithmetic. kAligned: all on 16 bytes,
+// rows of whole vectors.
+template <typename T, typename O, bool kRms, bool kResidual, bool kAligned>
+__global__ void __launch_bounds__(kRowsCtaThreads, kAligned ? 2 : 1)
+    norm_fwd_plain(const __grid_constant__ NormFwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
   constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kNormFwd, T>;
-  __shared__ TeamScratch<C> scratch;
+  extern __shared__ __align__(16) char scratch[];
   grid_launch_dependents();
   grid_dependency_wait();
 
@@ -218,12 +225,12 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 2)
   const int64_t r = row_group_index(shape.cluster) * shape.rows_per_cta + team.slot;
   const bool active = r < p.rows;
   const int64_t row = active ? r : 0;
-  const int limit = active ? int(p.cols) : 0, vectors = limit / V, first = team.first(K), step = team.lanes;
+  const int limit = active ? int(p.cols) : 0, first = team.first(K), step = team.lanes;
 
   C s[K][V];
   const auto load = [&](C(&s)[K][V]) {
     Vectors<T, V, K> x;
-    x.load_aligned(aligned_row(p.x, row, sizeof(T)), first, step, vectors);
+    x.template load_unit_stride<kAligned>(aligned_row(p.x, row, sizeof(T)), first, step, limit);
     if constexpr (!kResidual) {
 #pragma unroll
       for (int k = 0; k < K; ++k) x.get(k, s[k]);
@@ -231,7 +238,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 2)
     }
     const auto add = [&]<typename D>() {
       Vectors<D, V, K> residual;
-      residual.load_aligned(aligned_row(p.residual, row, sizeof(D)), first, step, vectors);
+      residual.template load_unit_stride<kAligned>(aligned_row(p.residual, row, sizeof(D)), first, step, limit);
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         C a[V];
@@ -240,8 +247,8 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 2)
 #pragma unroll
         for (int e = 0; e < V; ++e) s[k][e] += a[e];
       }
-      store_aligned<D, V, K>(aligned_row(p.sum, row, sizeof(D)), first, step, vectors,
-                             [&](int k, Pack<D, V>& out) { out.round_from(s[k]); });
+      store_unit_stride<kAligned, D, V, K, C>(aligned_row(p.sum, row, sizeof(D)), first, step, limit, team.lane,
+                                              [&](int k, C(&v)[V]) { copy(s[k], v); });
     };
     if (p.residual.dtype == dtype_of<T>::value)
       add.template operator()<T>();
@@ -253,18 +260,18 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 2)
   stats.normalize(s);
   if (p.weight.data) {
     const C offset = kRms ? C(p.weight_offset) : C(0);
-    with_aligned_parameters<T, K, V>(p.weight, first, step, vectors, [&](int k, const C(&w)[V]) {
+    with_unit_stride_parameters<kAligned, T, K, V>(p.weight, first, step, limit, [&](int k, const C(&w)[V]) {
 #pragma unroll
       for (int e = 0; e < V; ++e) s[k][e] *= kRms ? w[e] + offset : w[e];
     });
   }
   if (p.bias.data)
-    with_aligned_parameters<T, K, V>(p.bias, first, step, vectors, [&](int k, const C(&b)[V]) {
+    with_unit_stride_parameters<kAligned, T, K, V>(p.bias, first, step, limit, [&](int k, const C(&b)[V]) {
 #pragma unroll
       for (int e = 0; e < V; ++e) s[k][e] += b[e];
     });
-  store_aligned<O, V, K>(aligned_row(p.y, row, sizeof(O)), first, step, vectors,
-                         [&](int k, Pack<O, V>& out) { out.round_from(s[k]); });
+  store_unit_stride<kAligned, O, V, K, C>(aligned_row(p.y, row, sizeof(O)), first, step, limit, team.lane,
+                                          [&](int k, C(&v)[V]) { copy(s[k], v); });
 }
 
 template <typename T, bool kRms>
@@ -272,7 +279,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
     norm_fwd_resident(const __grid_constant__ NormFwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
   constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kNormFwd, T>;
-  __shared__ TeamScratch<C> scratch;
+  extern __shared__ __align__(16) char scratch[];
   grid_launch_dependents();
   grid_dependency_wait();
 
@@ -300,7 +307,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads)
   using C = compute_t<T>;
   constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kNormFwd, T>;
   constexpr int kFar = 1 << 24;  // more columns than a tile, few enough for 32-bit byte offsets
-  __shared__ TeamScratch<C> scratch;
+  extern __shared__ __align__(16) char scratch[];
   grid_launch_dependents();
   grid_dependency_wait();
 
@@ -366,23 +373,26 @@ __global__ void __launch_bounds__(kRowsCtaThreads)
   if (active && lane == 0) save_statistics(p, stats, row);
 }
 
-// What norm_fwd_aligned asks for.
+// What norm_fwd_plain asks for.
 template <typename T>
-bool aligned(const NormFwdParams& p, int vector) {
+bool plain(const NormFwdParams& p) {
   const auto dtype = [](DType d) { return d == dtype_of<T>::value || d == dtype_of<Paired<T>>::value; };
-  const auto parameters = [&](const VectorIn& v) {
-    return !v.data || (v.stride == 1 && dtype(v.dtype) && reinterpret_cast<uintptr_t>(v.data) % 16 == 0);
-  };
-  return p.cols % vector == 0 && aligned_rows(p.x) && aligned_rows(p.y) && dtype(p.y.dtype) && parameters(p.weight) &&
-         parameters(p.bias) &&
-         (!p.residual.data || (aligned_rows(p.residual) && dtype(p.residual.dtype) && p.sum.data && aligned_rows(p.sum) &&
-                               p.sum.dtype == p.residual.dtype));
+  const auto parameters = [&](const VectorIn& v) { return !v.data || (v.stride == 1 && dtype(v.dtype)); };
+  return unit_stride_rows(p.x) && unit_stride_rows(p.y) && dtype(p.y.dtype) && parameters(p.weight) && parameters(p.bias) &&
+         (!p.residual.data || (unit_stride_rows(p.residual) && dtype(p.residual.dtype) && p.sum.data &&
+                               unit_stride_rows(p.sum) && p.sum.dtype == p.residual.dtype));
+}
+bool aligned(const NormFwdParams& p, int vector) {
+  const auto on_16 = [](const VectorIn& v) { return reinterpret_cast<uintptr_t>(v.data) % 16 == 0; };
+  return p.cols % vector == 0 && aligned_rows(p.x) && aligned_rows(p.y) && on_16(p.weight) && on_16(p.bias) &&
+         (!p.residual.data || (aligned_rows(p.residual) && aligned_rows(p.sum)));
 }
 
-template <typename T, typename O>
-auto aligned_kernel(const NormFwdParams& p) {
-  if (p.residual.data) return p.rms ? norm_fwd_aligned<T, O, true, true> : norm_fwd_aligned<T, O, false, true>;
-  return p.rms ? norm_fwd_aligned<T, O, true, false> : norm_fwd_aligned<T, O, false, false>;
+template <typename T, typename O, bool kAligned>
+auto plain_kernel(const NormFwdParams& p) {
+  if (p.residual.data)
+    return p.rms ? norm_fwd_plain<T, O, true, true, kAligned> : norm_fwd_plain<T, O, false, true, kAligned>;
+  return p.rms ? norm_fwd_plain<T, O, true, false, kAligned> : norm_fwd_plain<T, O, false, false, kAligned>;
 }
 
 }  // namespace
@@ -395,17 +405,22 @@ Status launch_norm_fwd(const NormFwdParams& p, cudaStream_t stream) {
   const RowsPlan plan =
       plan_rows(RowsOp::kNormFwd, p.cols, p.x.dtype, p.x.dtype, layout_of(p.cols, p.x), device->arch);
   const TeamShape shape = team_shape(plan, p.cols);
+  const size_t scratch = size_t(team_scratch_bytes(shape, p.x.dtype == DType::kFloat64 ? 8 : 4));
   const int64_t ctas = (p.rows + plan.rows_per_cta - 1) / plan.rows_per_cta;
   return dispatch_row_dtype(p.x.dtype, [&]<typename T>() -> Status {
     if constexpr (sizeof(T) < 8)
       if (plan.tier != RowsTier::kStreaming) {
         const auto launch = [&](auto kernel) {
-          return launch_rows(kernel, device->arch, ctas, plan.cta_threads(), plan.cluster, 0, stream, p, shape);
+          return launch_rows(kernel, device->arch, ctas, plan.cta_threads(), plan.cluster, scratch, stream, p, shape);
         };
-        if (!aligned<T>(p, plan.vector)) return launch(p.rms ? norm_fwd_resident<T, true> : norm_fwd_resident<T, false>);
-        return p.y.dtype == dtype_of<T>::value ? launch(aligned_kernel<T, T>(p)) : launch(aligned_kernel<T, Paired<T>>(p));
+        if (!plain<T>(p)) return launch(p.rms ? norm_fwd_resident<T, true> : norm_fwd_resident<T, false>);
+        using P = Paired<T>;
+        const bool same = p.y.dtype == dtype_of<T>::value;
+        if (aligned(p, plan.vector))
+          return same ? launch(plain_kernel<T, T, true>(p)) : launch(plain_kernel<T, P, true>(p));
+        return same ? launch(plain_kernel<T, T, false>(p)) : launch(plain_kernel<T, P, false>(p));
       }
-    return launch_rows(norm_fwd_streaming<T>, device->arch, ctas, plan.cta_threads(), 1, 0, stream, p, shape);
+    return launch_rows(norm_fwd_streaming<T>, device->arch, ctas, plan.cta_threads(), 1, scratch, stream, p, shape);
   });
 }
 

@@ -177,25 +177,32 @@ __device__ __forceinline__ float exp2_fp32(float t) {
   return e;
 }
 
-// e^d, d <= 0. The rounding of d * log2(e), which costs |d| 2^-24 of the result, is taken back to first order.
-__device__ __forceinline__ float exp_of(float d) {
+// e^(d + rest), d <= 0, rest what d's own rounding left. That rounding and the one of d * log2(e) would each cost |d| 2^-24
+// of the result; both are taken back to first order.
+__device__ __forceinline__ float exp_of(float d, float rest = 0) {
   const float t = d * 1.44269504f;
-  const float lost = fmaf(d, 1.92596299e-8f, fmaf(d, 1.44269504f, -t));
+  const float lost = fmaf(d, 1.92596299e-8f, fmaf(rest, 1.44269504f, fmaf(d, 1.44269504f, -t)));
   const float e = exp2_fp32<false>(t);
   return d < -110.0f ? e : fmaf(e * lost, 0.693147181f, e);  // past the range: e is 0, and `lost` may be inf
 }
-__device__ __forceinline__ double exp_of(double d) { return exp(d); }
+__device__ __forceinline__ double exp_of(double d, double rest = 0) {
+  const double e = exp(d);
+  return d < -800.0 ? e : fma(e, rest, e);
+}
 
 // e^(s - max) over a row. Results of 16 bits take one fma: 2^(s log2(e) - max log2(e)), where the rounding of max log2(e)
-// is common to the row and cancels in the quotient, unless max is so large that it would overflow.
+// is common to the row and cancels in the quotient; a max so large that this rounding is no small factor takes one more step.
 template <typename C>
 struct RowExp {
   C max, offset;
   bool huge;
   __device__ __forceinline__ explicit RowExp(C largest) : max(largest), offset(-largest * C(1.44269504)) {
-    huge = fabs(largest) > C(1e38) && fabs(largest) < C(INFINITY);
+    huge = fabs(largest) > C(65536) && fabs(largest) < C(INFINITY);
   }
-  __device__ __forceinline__ C precise(C s) const { return exp_of(s - max); }
+  __device__ __forceinline__ C precise(C s) const {
+    const C d = s - max, back = d - s;  // d + rest = s - max, exactly
+    return exp_of(d, (s - (d - back)) - (max + back));
+  }
   __device__ __forceinline__ C coarse(C s) const { return exp2_fp32<true>(fmaf(s, 1.44269504f, offset)); }
   __device__ __forceinline__ C coarse_huge(C s) const { return exp2_fp32<true>((s - max) * 1.44269504f); }
 };
@@ -411,6 +418,14 @@ struct Vectors {
     }
   }
 
+  template <bool kAligned, Cache kCache = Cache::kStream>
+  __device__ __forceinline__ void load_unit_stride(const void* row, int first, int step, int limit) {
+    if constexpr (kAligned)
+      load_aligned<kCache>(row, first, step, (limit + V - 1) / V);
+    else
+      load<kCache>(row, 1, first, step, limit);
+  }
+
   // Keeps the compiler from holding on to widened copies: the stored form takes half the registers.
   __device__ __forceinline__ void forget() {
 #pragma unroll
@@ -570,19 +585,26 @@ __device__ __forceinline__ void store_computed(char* row, DType dtype, int64_t s
       });
 }
 
-// The same for rows as load_aligned reads them.
-template <typename O, int V, int K, typename Compute>
-__device__ __forceinline__ void store_aligned(char* row, int first, int step, int vectors, Compute&& compute) {
+// The same for unit-stride rows of dtype O. kAligned: as load_aligned reads them.
+template <bool kAligned, typename O, int V, int K, typename C, typename Compute>
+__device__ __forceinline__ void store_unit_stride(char* row, int first, int step, int limit, int lane, Compute&& compute) {
   using P = Pack<O, V>;
   constexpr int B = P::kBytes, U = P::kUnit;
+  const bool shifted = kAligned ? false : __any_sync(0xffffffffu, misalignment(row, U) != 0);
   char* at = row + int64_t(first) * B;
 #pragma unroll
   for (int k = 0; k < K; ++k) {
-    P own;
-    compute(k, own);
-    if (first + k * step < vectors)
+    C v[V];
+    compute(k, v);
+    if constexpr (kAligned) {
+      P own;
+      own.round_from(v);
+      if ((first + k * step) * V < limit)
 #pragma unroll
-      for (int u = 0; u < B / U; ++u) store_unit<U>(at + k * step * B + u * U, own.w + u * (U / 4));
+        for (int u = 0; u < B / U; ++u) store_unit<U>(at + k * step * B + u * U, own.w + u * (U / 4));
+    } else {
+      store_vector<O, V>(row, 1, first + k * step, limit, lane, step, shifted, v);
+    }
   }
 }
 
@@ -618,40 +640,46 @@ inline TeamShape team_shape(const RowsPlan& plan, int64_t cols) {
   return {plan.lanes, plan.rows_per_cta, plan.cluster, 1.0 / double(cols)};
 }
 
-// Shared memory of the reductions, used in turn (ping-pong): a lane that is still reading the last result cannot be
-// overtaken by the writes of the next.
-template <typename C>
-struct TeamScratch {
-  static constexpr int kMaxWarps = kRowsCtaThreads / 32 * kRowsMaxCluster;
-  C values[2][2][kMaxWarps];  // [phase][value][warp]
-  uint64_t barriers[2];       // clusters: one per phase
-};
+// Shared memory of the reductions of a CTA: two mbarriers (clusters), then [phase][value][warp of the row's cluster].
+// Phases alternate (ping-pong): a lane that still reads one result cannot be overtaken by the writes of the next.
+inline constexpr int kTeamBarrierBytes = 16;
+inline int team_scratch_bytes(const TeamShape& shape, int64_t compute_size) {
+  const int warps = shape.lanes > 32 ? shape.lanes / 32 * shape.rows_per_cta * shape.cluster : 0;
+  return kTeamBarrierBytes + int(4 * warps * compute_size);
+}
 
-// The lanes that share a row, and their reductions: one barrier each.
-template <typename C>
+// The lanes that share a row, and their reductions: one barrier each. kSlots: a CTA has several rows of more than a warp,
+// which takes named barriers; a kernel whose barrier ids are not constants reserves all 16, and 4 CTAs fill an SM.
+template <typename C, bool kSlots = false>
 struct Team {
   int lanes, lane, slot, cluster, rank;
-  int warps;  // of the row, over the cluster
+  int warps;   // of the row, over the cluster
+  int stride;  // of all rows of the CTA
   int round = 0;
-  TeamScratch<C>& scratch;
+  uint64_t* barriers;
+  C* values;
 
-  __device__ __forceinline__ Team(const TeamShape& shape, TeamScratch<C>& memory)
-      : lanes(shape.lanes), cluster(shape.cluster), scratch(memory) {
+  __device__ __forceinline__ Team(const TeamShape& shape, char* scratch)
+      : lanes(shape.lanes),
+        cluster(shape.cluster),
+        barriers(reinterpret_cast<uint64_t*>(scratch)),
+        values(reinterpret_cast<C*>(scratch + kTeamBarrierBytes)) {
     if (lanes <= 32) {  // a power of two
       slot = int(threadIdx.x) >> (31 - __clz(lanes));
       lane = int(threadIdx.x) & (lanes - 1);
       warps = 1;
     } else {
-      slot = shape.rows_per_cta == 1 ? 0 : int(threadIdx.x) / lanes;
+      slot = kSlots ? int(threadIdx.x) / lanes : 0;
       lane = int(threadIdx.x) - slot * lanes;
       warps = (lanes >> 5) * cluster;
     }
+    stride = kSlots ? warps * shape.rows_per_cta : warps;
     rank = 0;
     if (cluster > 1) {
       rank = cluster_rank();
       if (threadIdx.x == 0) {
-        mbarrier_init(&scratch.barriers[0]);
-        mbarrier_init(&scratch.barriers[1]);
+        mbarrier_init(&barriers[0]);
+        mbarrier_init(&barriers[1]);
       }
       __syncthreads();
       cluster_arrive_relaxed();  // waited for before the first remote write
@@ -661,8 +689,10 @@ struct Team {
   __device__ __forceinline__ void sync() const {
     if (lanes <= 32)
       __syncwarp();
-    else
+    else if constexpr (kSlots)
       named_barrier(slot + 1, lanes);
+    else
+      __syncthreads();
   }
 
   template <int N, typename Op>
@@ -677,30 +707,30 @@ struct Team {
         for (int n = 0; n < N; ++n) v[n] = op(v[n], __shfl_xor_sync(0xffffffffu, v[n], o));
     }
     if (lanes <= 32) return;
-    const int phase = round & 1, base = slot * (lanes >> 5), l = lane & 31;
-    const int warp = base + rank * (lanes >> 5) + (lane >> 5);
+    const int l = lane & 31;
+    C* const base = values + (round & 1) * 2 * stride + slot * (lanes >> 5);  // value n at base[n * stride]
+    C* const mine = base + rank * (lanes >> 5) + (lane >> 5);
     if (cluster == 1) {
       if (l == 0)
 #pragma unroll
-        for (int n = 0; n < N; ++n) scratch.values[phase][n][warp] = v[n];
-      named_barrier(slot + 1, lanes);
-      const int mine = l & 15;
+        for (int n = 0; n < N; ++n) mine[n * stride] = v[n];
+      sync();
 #pragma unroll
-      for (int n = 0; n < N; ++n) v[n] = mine < warps ? scratch.values[phase][n][base + mine] : identity;
+      for (int n = 0; n < N; ++n) v[n] = (l & 15) < warps ? base[n * stride + (l & 15)] : identity;
       butterfly<8>(v, op);
     } else {
       if (round == 0) cluster_wait();
-      uint64_t* const barrier = &scratch.barriers[phase];
+      uint64_t* const barrier = &barriers[round & 1];
       if (lane == 0) mbarrier_expect(barrier, warps * N * int(sizeof(C)));
       if (l < cluster)
 #pragma unroll
-        for (int n = 0; n < N; ++n) store_remote_shared(&scratch.values[phase][n][warp], barrier, l, v[n]);
+        for (int n = 0; n < N; ++n) store_remote_shared(&mine[n * stride], barrier, l, v[n]);
       mbarrier_wait(barrier, round >> 1 & 1);
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         v[n] = identity;
 #pragma unroll 1
-        for (int i = l; i < warps; i += 32) v[n] = op(v[n], scratch.values[phase][n][i]);
+        for (int i = l; i < warps; i += 32) v[n] = op(v[n], base[n * stride + i]);
       }
       butterfly<16>(v, op);
     }
@@ -801,6 +831,10 @@ template <typename Row>
 bool aligned_rows(const Row& m) {
   return m.col_stride == 1 && m.rows.ndim == 1 && reinterpret_cast<uintptr_t>(m.data) % 16 == 0 &&
          m.rows.stride[0] * dtype_size(m.dtype) % 16 == 0;
+}
+template <typename Row>
+bool unit_stride_rows(const Row& m) {
+  return m.col_stride == 1 && m.rows.ndim == 1;
 }
 
 inline RowsLayout layout_of(int64_t cols, const RowsIn& x) {

@@ -26,13 +26,14 @@ __device__ __forceinline__ C gradient(C y, C dy, C sum, C scale, bool log) {
   return log ? fma(-exp_of(y), sum, dy) * scale : y * (dy - sum) * scale;
 }
 
-// Rows on 16 bytes, of whole vectors: the common case, and few instructions beside the arithmetic.
-template <typename T, typename O>
-__global__ void __launch_bounds__(kRowsCtaThreads, 2)
-    softmax_bwd_aligned(const __grid_constant__ SoftmaxBwdParams p, const TeamShape shape) {
+// Unit-stride rows: the common case, and few instructions beside the arithmetic. kAligned: rows on 16 bytes, of whole
+// vectors.
+template <typename T, typename O, bool kAligned>
+__global__ void __launch_bounds__(kRowsCtaThreads, kAligned ? 2 : 1)
+    softmax_bwd_plain(const __grid_constant__ SoftmaxBwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
   constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kSoftmaxBwd, T>;
-  __shared__ TeamScratch<C> scratch;
+  extern __shared__ __align__(16) char scratch[];
   grid_launch_dependents();
   grid_dependency_wait();
 
@@ -43,8 +44,8 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 2)
   const int limit = active ? int(kept_columns(p, row)) : 0, first = team.first(K), step = team.lanes;
 
   Vectors<T, V, K> y, dy;
-  y.load_aligned(aligned_row(p.y, row, sizeof(T)), first, step, (limit + V - 1) / V);
-  dy.load_aligned(aligned_row(p.dy, row, sizeof(T)), first, step, (limit + V - 1) / V);
+  y.template load_unit_stride<kAligned>(aligned_row(p.y, row, sizeof(T)), first, step, limit);
+  dy.template load_unit_stride<kAligned>(aligned_row(p.dy, row, sizeof(T)), first, step, limit);
 
   C sum[1] = {0};
 #pragma unroll
@@ -64,20 +65,19 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 2)
   team.reduce(sum, Sum{}, C(0));
   y.forget();
   dy.forget();
-  store_aligned<O, V, K>(aligned_row(p.dx, row, sizeof(O)), first, step, active ? int(p.cols) / V : 0,
-                         [&](int k, Pack<O, V>& out) {
-                           C a[V], b[V];
-                           y.get(k, a);
-                           dy.get(k, b);
+  store_unit_stride<kAligned, O, V, K, C>(
+      aligned_row(p.dx, row, sizeof(O)), first, step, active ? int(p.cols) : 0, team.lane, [&](int k, C(&dx)[V]) {
+        C a[V], b[V];
+        y.get(k, a);
+        dy.get(k, b);
 #pragma unroll
-                           for (int e = 0; e < V; ++e) a[e] = gradient(a[e], b[e], sum[0], C(p.scale), p.log);
-                           if (p.causal) {
-                             const int count = limit - (first + k * step) * V;
+        for (int e = 0; e < V; ++e) dx[e] = gradient(a[e], b[e], sum[0], C(p.scale), p.log);
+        if (p.causal) {
+          const int count = limit - (first + k * step) * V;
 #pragma unroll
-                             for (int e = 0; e < V; ++e) a[e] = e < count ? a[e] : C(0);
-                           }
-                           out.round_from(a);
-                         });
+          for (int e = 0; e < V; ++e) dx[e] = e < count ? dx[e] : C(0);
+        }
+      });
 }
 
 template <typename T>
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
     softmax_bwd_resident(const __grid_constant__ SoftmaxBwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
   constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kSoftmaxBwd, T>;
-  __shared__ TeamScratch<C> scratch;
+  extern __shared__ __align__(16) char scratch[];
   grid_launch_dependents();
   grid_dependency_wait();
 
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads)
   using C = compute_t<T>;
   constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kSoftmaxBwd, T>;
   constexpr int kFar = 1 << 24;
-  __shared__ TeamScratch<C> scratch;
+  extern __shared__ __align__(16) char scratch[];
   grid_launch_dependents();
   grid_dependency_wait();
 
@@ -282,6 +282,7 @@ Status launch_softmax_bwd(const SoftmaxBwdParams& p, cudaStream_t stream) {
   const RowsPlan plan =
       plan_rows(RowsOp::kSoftmaxBwd, p.cols, p.y.dtype, p.dy.dtype, layout_of(p.cols, p.y), device->arch);
   const TeamShape shape = team_shape(plan, p.cols);
+  const size_t scratch = size_t(team_scratch_bytes(shape, p.y.dtype == DType::kFloat64 ? 8 : 4));
   const int64_t ctas = (p.rows + plan.rows_per_cta - 1) / plan.rows_per_cta;
   return dispatch_row_dtype(p.y.dtype, [&]<typename T>() -> Status {
     if (plan.tier == RowsTier::kColumns)
@@ -289,15 +290,20 @@ Status launch_softmax_bwd(const SoftmaxBwdParams& p, cudaStream_t stream) {
     if constexpr (sizeof(T) < 8)
       if (plan.tier != RowsTier::kStreaming) {
         const auto launch = [&](auto kernel) {
-          return launch_rows(kernel, device->arch, ctas, plan.cta_threads(), plan.cluster, 0, stream, p, shape);
+          return launch_rows(kernel, device->arch, ctas, plan.cta_threads(), plan.cluster, scratch, stream, p, shape);
         };
-        if (p.cols % plan.vector == 0 && aligned_rows(p.y) && aligned_rows(p.dy) && aligned_rows(p.dx)) {
-          if (p.dx.dtype == dtype_of<T>::value) return launch(softmax_bwd_aligned<T, T>);
-          if (p.dx.dtype == dtype_of<Paired<T>>::value) return launch(softmax_bwd_aligned<T, Paired<T>>);
+        if (unit_stride_rows(p.y) && unit_stride_rows(p.dy) && unit_stride_rows(p.dx)) {
+          using P = Paired<T>;
+          const bool aligned =
+              p.cols % plan.vector == 0 && aligned_rows(p.y) && aligned_rows(p.dy) && aligned_rows(p.dx);
+          if (p.dx.dtype == dtype_of<T>::value)
+            return launch(aligned ? softmax_bwd_plain<T, T, true> : softmax_bwd_plain<T, T, false>);
+          if (p.dx.dtype == dtype_of<P>::value)
+            return launch(aligned ? softmax_bwd_plain<T, P, true> : softmax_bwd_plain<T, P, false>);
         }
         return launch(softmax_bwd_resident<T>);
       }
-    return launch_rows(softmax_bwd_streaming<T>, device->arch, ctas, plan.cta_threads(), 1, 0, stream, p, shape);
+    return launch_rows(softmax_bwd_streaming<T>, device->arch, ctas, plan.cta_threads(), 1, scratch, stream, p, shape);
   });
 }
 

@@ -135,17 +135,18 @@ struct Finish {
       factor = empty ? C(0) : C(1) / sum;
   }
   __device__ __forceinline__ C from_score(C s) const {
-    return log ? (s - max) - factor : exp_of(s - max) * factor;
+    return log ? (s - max) - factor : RowExp<C>(max).precise(s) * factor;
   }
 };
 
-// Rows on 16 bytes, of whole vectors, without a mask: the common case, and few instructions beside the arithmetic.
-template <typename T, typename O, bool kLog>
-__global__ void __launch_bounds__(kRowsCtaThreads, 2)
-    softmax_fwd_aligned(const __grid_constant__ SoftmaxFwdParams p, const TeamShape shape) {
+// Unit-stride rows without a mask: the common case, and few instructions beside the arithmetic. kAligned: rows on 16 bytes,
+// of whole vectors.
+template <typename T, typename O, bool kLog, bool kAligned>
+__global__ void __launch_bounds__(kRowsCtaThreads, kAligned ? 2 : 1)
+    softmax_fwd_plain(const __grid_constant__ SoftmaxFwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
   constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kSoftmaxFwd, T>;
-  __shared__ TeamScratch<C> scratch;
+  extern __shared__ __align__(16) char scratch[];
   grid_launch_dependents();
   grid_dependency_wait();
 
@@ -157,7 +158,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 2)
   const int limit = active ? int(kept_columns(p, row)) : 0;
 
   Vectors<T, V, K> x;
-  x.load_aligned(aligned_row(p.x, row, sizeof(T)), first, step, (limit + V - 1) / V);
+  x.template load_unit_stride<kAligned>(aligned_row(p.x, row, sizeof(T)), first, step, limit);
   C s[K][V];
 #pragma unroll
   for (int k = 0; k < K; ++k) x.get(k, s[k]);
@@ -197,13 +198,12 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 2)
   }
   team.reduce(sum, Sum{}, C(0));
   const C factor = kLog ? ::log(sum[0]) : C(1) / sum[0];
-  store_aligned<O, V, K>(aligned_row(p.y, row, sizeof(O)), first, step, active ? int(p.cols) / V : 0,
-                         [&](int k, Pack<O, V>& out) {
+  store_unit_stride<kAligned, O, V, K, C>(aligned_row(p.y, row, sizeof(O)), first, step, active ? int(p.cols) : 0, team.lane,
+                                          [&](int k, C(&y)[V]) {
 #pragma unroll
-                           for (int i = 0; i < V; ++i)
-                             s[k][i] = kLog ? (s[k][i] - largest[0]) - factor : s[k][i] * factor;
-                           out.round_from(s[k]);
-                         });
+                                            for (int i = 0; i < V; ++i)
+                                              y[i] = kLog ? (s[k][i] - largest[0]) - factor : s[k][i] * factor;
+                                          });
 }
 
 template <typename T, bool kMasked>
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
   using C = compute_t<T>;
   constexpr int V = kVector<T>;
   constexpr int K = kVectorsPerThread<RowsOp::kSoftmaxFwd, T>;
-  __shared__ TeamScratch<C> scratch;
+  extern __shared__ __align__(16) char scratch[];
   grid_launch_dependents();
   grid_dependency_wait();
 
@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads)
   using C = compute_t<T>;
   constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kSoftmaxFwd, T>;
   constexpr int kFar = 1 << 24;  // more columns than a tile, few enough for 32-bit byte offsets
-  __shared__ TeamScratch<C> scratch;
+  extern __shared__ __align__(16) char scratch[];
   grid_launch_dependents();
   grid_dependency_wait();
 
@@ -420,28 +420,30 @@ Status launch_softmax_fwd(const SoftmaxFwdParams& p, cudaStream_t stream) {
   const RowsLayout layout = layout_of(p.cols, p.x);
   const RowsPlan plan = plan_rows(RowsOp::kSoftmaxFwd, p.cols, p.x.dtype, p.x.dtype, layout, device->arch);
   const TeamShape shape = team_shape(plan, p.cols);
+  const size_t scratch = size_t(team_scratch_bytes(shape, p.x.dtype == DType::kFloat64 ? 8 : 4));
   const int64_t ctas = (p.rows + plan.rows_per_cta - 1) / plan.rows_per_cta;
   return dispatch_row_dtype(p.x.dtype, [&]<typename T>() -> Status {
     [[maybe_unused]] const bool masked = p.mask.data != nullptr;
     if (plan.tier == RowsTier::kColumns)
       return launch_rows(softmax_fwd_columns<T>, device->arch, ctas, plan.cta_threads(), 1, 0, stream, p, plan.lanes);
     if constexpr (sizeof(T) < 8) {
-      if (plan.tier != RowsTier::kStreaming && !masked && p.cols % plan.vector == 0 && aligned_rows(p.x) &&
-          aligned_rows(p.y)) {
-        const auto launch = [&](auto kernel) {
-          return launch_rows(kernel, device->arch, ctas, plan.cta_threads(), plan.cluster, 0, stream, p, shape);
+      if (plan.tier != RowsTier::kStreaming && !masked && unit_stride_rows(p.x) && unit_stride_rows(p.y)) {
+        const auto launch = [&]<typename O>() {
+          const auto go = [&](auto kernel) {
+            return launch_rows(kernel, device->arch, ctas, plan.cta_threads(), plan.cluster, scratch, stream, p, shape);
+          };
+          if (p.cols % plan.vector == 0 && aligned_rows(p.x) && aligned_rows(p.y))
+            return go(p.log ? softmax_fwd_plain<T, O, true, true> : softmax_fwd_plain<T, O, false, true>);
+          return go(p.log ? softmax_fwd_plain<T, O, true, false> : softmax_fwd_plain<T, O, false, false>);
         };
-        using P = Paired<T>;
-        if (p.y.dtype == dtype_of<T>::value)
-          return launch(p.log ? softmax_fwd_aligned<T, T, true> : softmax_fwd_aligned<T, T, false>);
-        if (p.y.dtype == dtype_of<P>::value)
-          return launch(p.log ? softmax_fwd_aligned<T, P, true> : softmax_fwd_aligned<T, P, false>);
+        if (p.y.dtype == dtype_of<T>::value) return launch.template operator()<T>();
+        if (p.y.dtype == dtype_of<Paired<T>>::value) return launch.template operator()<Paired<T>>();
       }
       if (plan.tier != RowsTier::kStreaming)
         return launch_rows(masked ? softmax_fwd_resident<T, true> : softmax_fwd_resident<T, false>, device->arch, ctas,
-                           plan.cta_threads(), plan.cluster, 0, stream, p, shape);
+                           plan.cta_threads(), plan.cluster, scratch, stream, p, shape);
     }
-    return launch_rows(softmax_fwd_streaming<T>, device->arch, ctas, plan.cta_threads(), 1, 0, stream, p, shape);
+    return launch_rows(softmax_fwd_streaming<T>, device->arch, ctas, plan.cta_threads(), 1, scratch, stream, p, shape);
   });
 }
 
