@@ -1,12 +1,12 @@
 // Host side of the Hopper GEMM: tensor maps, instance lookup, launch. The instances are in gemm_sm90_*.cu.
-#include "gemm_sm90.h"
+#include "cuda/gemm_sm90.h"
 
 #include <cuda.h>
 
 #include <cstring>
 #include <mutex>
 
-#include "gemm_sm90_launch.h"
+#include "cuda/gemm_sm90_launch.h"
 
 namespace ampkernels::cuda {
 namespace {
@@ -15,14 +15,15 @@ using namespace sm90;
 
 constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 4096;  // tile coordinates are 32 bits
 
-// ---------------------------------------------------------------------------------------------------------- tensor maps
+// ---------------------------------------------------------------------------------------------------------- tensor
+// maps
 
 // A row-major matrix as TMA sees it: `inner` elements to a row, rows `ld` elements apart, moved in boxes.
 struct MapKey {
   const void* data;
   int64_t inner, outer, ld;
   int32_t box_inner, box_outer;
-  int32_t half;      // fp16 rather than bf16
+  int32_t half;       // fp16 rather than bf16
   int32_t swizzle64;  // rather than 128
 };
 
@@ -54,13 +55,13 @@ bool encode(const MapKey& key, CUtensorMap* map) {
                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// Encoding costs more than a launch can spare for each of up to six maps, so each thread keeps the latest: sets of four,
-// the least recently used of a set replaced.
+// Encoding costs more than a launch can spare for each of up to six maps, so each thread keeps the latest: sets of
+// four, the least recently used of a set replaced.
 class MapCache {
  public:
   bool get(const MapKey& key, CUtensorMap* map) {
-    uint64_t h = reinterpret_cast<uintptr_t>(key.data) ^ uint64_t(key.outer) * 0x9e3779b97f4a7c15u ^ uint64_t(key.inner) << 20 ^
-                 uint64_t(key.box_outer) << 40 ^ uint64_t(key.ld) << 8;
+    uint64_t h = reinterpret_cast<uintptr_t>(key.data) ^ uint64_t(key.outer) * 0x9e3779b97f4a7c15u ^
+                 uint64_t(key.inner) << 20 ^ uint64_t(key.box_outer) << 40 ^ uint64_t(key.ld) << 8;
     h *= 0x9e3779b97f4a7c15u;
     Entry* const set = entries_ + (h >> 60) * kWays;
     Entry* oldest = set;
@@ -107,8 +108,8 @@ Major major_of(const GemmOperand& o, int64_t outer, int64_t k) {
   return Major::kNone;
 }
 
-bool operand_map(MapCache& cache, const GemmOperand& o, int64_t outer, int64_t k, bool mn_major, int box_rows, bool half,
-                 CUtensorMap* map) {
+bool operand_map(MapCache& cache, const GemmOperand& o, int64_t outer, int64_t k, bool mn_major, int box_rows,
+                 bool half, CUtensorMap* map) {
   const MapKey key = mn_major ? MapKey{o.data, outer, k, o.stride_k, 64, 64, half, 0}
                               : MapKey{o.data, k, outer, o.stride_outer, 64, box_rows, half, 0};
   return cache.get(key, map);
@@ -162,7 +163,8 @@ int multiprocessors(int device) {
 }
 
 cudaError_t configure(const Kernel90& kernel, int device) {
-  if (device < KernelState90::kDevices && kernel.state->configured[device].load(std::memory_order_acquire)) return cudaSuccess;
+  if (device < KernelState90::kDevices && kernel.state->configured[device].load(std::memory_order_acquire))
+    return cudaSuccess;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.smem_bytes);
   if (error == cudaSuccess && device < KernelState90::kDevices) {
@@ -171,10 +173,11 @@ cudaError_t configure(const Kernel90& kernel, int device) {
   return error;
 }
 
-// A persistent grid must not exceed what is resident at once: the rest would run as a second wave. GPCs with an odd number
-// of multiprocessors leave one of them out.
+// A persistent grid must not exceed what is resident at once: the rest would run as a second wave. GPCs with an odd
+// number of multiprocessors leave one of them out.
 cudaError_t resident_clusters(const Kernel90& kernel, const cudaLaunchConfig_t& config, int device, int* count) {
-  *count = device < KernelState90::kDevices ? kernel.state->resident_clusters[device].load(std::memory_order_relaxed) : 0;
+  *count =
+      device < KernelState90::kDevices ? kernel.state->resident_clusters[device].load(std::memory_order_relaxed) : 0;
   if (*count != 0) return cudaSuccess;
   const cudaError_t error = cudaOccupancyMaxActiveClusters(count, kernel.function, &config);
   if (error == cudaSuccess && device < KernelState90::kDevices) kernel.state->resident_clusters[device].store(*count);
@@ -250,7 +253,8 @@ Status launch_gemm_sm90(const GemmParams& p, const GemmSm90Plan& plan, cudaStrea
   if (p.pre != nullptr) {
     mapped = mapped && output(cache, p.pre, p.ldpre, p.m, n_out, kernel.panel, half, &args.pre);
     if (gated) {
-      mapped = mapped && output(cache, static_cast<uint16_t*>(p.pre) + n_out, p.ldpre, p.m, n_out, kernel.panel, half, &args.pre_up);
+      mapped = mapped && output(cache, static_cast<uint16_t*>(p.pre) + n_out, p.ldpre, p.m, n_out, kernel.panel, half,
+                                &args.pre_up);
     }
   }
   if (p.act_out != nullptr) {
@@ -271,7 +275,8 @@ Status launch_gemm_sm90(const GemmParams& p, const GemmSm90Plan& plan, cudaStrea
   s.group_along_n = plan.group_along_n;
   s.k_blocks = int32_t((p.k + 63) / 64);
   s.blocks_per_split = (s.k_blocks + plan.splits - 1) / plan.splits;
-  s.chunk_blocks = p.accumulate.chunk > 0 ? int32_t(std::min<int64_t>((p.accumulate.chunk + 63) / 64, s.k_blocks)) : s.k_blocks;
+  s.chunk_blocks =
+      p.accumulate.chunk > 0 ? int32_t(std::min<int64_t>((p.accumulate.chunk + 63) / 64, s.k_blocks)) : s.k_blocks;
   s.items_per_split = s.items_m * s.items_n;
   s.items = s.items_per_split * ((s.k_blocks + s.blocks_per_split - 1) / s.blocks_per_split);
   if (plan.splits > 1) {
@@ -295,7 +300,8 @@ Status launch_gemm_sm90(const GemmParams& p, const GemmSm90Plan& plan, cudaStrea
     config.numAttrs = 1;
     config.gridDim = dim3(unsigned(multiprocessors(device) / 2 * 2));
     int clusters = 0;
-    if (const cudaError_t error = resident_clusters(kernel, config, device, &clusters); error != cudaSuccess || clusters == 0) {
+    if (const cudaError_t error = resident_clusters(kernel, config, device, &clusters);
+        error != cudaSuccess || clusters == 0) {
       return {"gemm: no cluster of two fits the device", int(error)};
     }
     config.gridDim = dim3(unsigned(std::min(clusters, s.items) * 2));

@@ -5,7 +5,7 @@
 
 #include <cstddef>
 
-#include "../plan/gemm_sm90_plan.h"
+#include "plan/gemm_sm90_plan.h"
 #include "ampkernels/params.h"
 
 namespace ampkernels::cuda {

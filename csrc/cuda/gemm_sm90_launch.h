@@ -6,7 +6,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "../plan/gemm_sm90_plan.h"
+#include "plan/gemm_sm90_plan.h"
 #include "ampkernels/params.h"
 
 namespace ampkernels::cuda::sm90 {

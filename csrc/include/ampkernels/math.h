@@ -29,9 +29,10 @@ AK_HOST_DEVICE float fma_fp32(float a, float b, float c) {
 #endif
 }
 
-// N numbers that go through the functions below together, operation by operation. One Horner chain waits four cycles for
-// each step; a GPU compiler left with one call after another interleaves two of them, and a warp alone on its scheduler
-// then idles half of the time. F is float or Lanes; the operations on each number, and so its bits, are the same.
+// N numbers that go through the functions below together, operation by operation. One Horner chain waits four cycles
+// for each step; a GPU compiler left with one call after another interleaves two of them, and a warp alone on its
+// scheduler then idles half of the time. F is float or Lanes; the operations on each number, and so its bits, are the
+// same.
 template <int N>
 struct Lanes {
   float v[N];
@@ -42,7 +43,9 @@ template <int N>
 AK_HOST_DEVICE float lane(const Lanes<N>& x, int i) {
   return x.v[i];
 }
-AK_HOST_DEVICE float lane(float x, int) { return x; }
+AK_HOST_DEVICE float lane(float x, int) {
+  return x;
+}
 }  // namespace detail
 
 // f of each lane; a float argument is the same for all of them.
@@ -56,18 +59,18 @@ AK_HOST_DEVICE Lanes<N> map_lanes(F&& f, Args... args) {
   return y;
 }
 
-#define AK_LANES_OPERATOR(op)                                                         \
-  template <int N>                                                                    \
-  AK_HOST_DEVICE Lanes<N> operator op(const Lanes<N>& a, const Lanes<N>& b) {         \
-    return map_lanes<N>([](float x, float y) { return x op y; }, a, b);               \
-  }                                                                                   \
-  template <int N>                                                                    \
-  AK_HOST_DEVICE Lanes<N> operator op(const Lanes<N>& a, float b) {                   \
-    return map_lanes<N>([](float x, float y) { return x op y; }, a, b);               \
-  }                                                                                   \
-  template <int N>                                                                    \
-  AK_HOST_DEVICE Lanes<N> operator op(float a, const Lanes<N>& b) {                   \
-    return map_lanes<N>([](float x, float y) { return x op y; }, a, b);               \
+#define AK_LANES_OPERATOR(op)                                                 \
+  template <int N>                                                            \
+  AK_HOST_DEVICE Lanes<N> operator op(const Lanes<N>& a, const Lanes<N>& b) { \
+    return map_lanes<N>([](float x, float y) { return x op y; }, a, b);       \
+  }                                                                           \
+  template <int N>                                                            \
+  AK_HOST_DEVICE Lanes<N> operator op(const Lanes<N>& a, float b) {           \
+    return map_lanes<N>([](float x, float y) { return x op y; }, a, b);       \
+  }                                                                           \
+  template <int N>                                                            \
+  AK_HOST_DEVICE Lanes<N> operator op(float a, const Lanes<N>& b) {           \
+    return map_lanes<N>([](float x, float y) { return x op y; }, a, b);       \
   }
 AK_LANES_OPERATOR(+)
 AK_LANES_OPERATOR(-)
@@ -169,7 +172,9 @@ constexpr float kLog2e = 0x1.715476p0f;
 constexpr float kLog2eLow = 0x1.4ae0cp-26f;
 
 // 2^n for the sum t = n + kRoundBiased.
-AK_HOST_DEVICE float power_of_two(float t) { return bit_cast<float>(bit_cast<uint32_t>(t) << 23); }
+AK_HOST_DEVICE float power_of_two(float t) {
+  return bit_cast<float>(bit_cast<uint32_t>(t) << 23);
+}
 // p 2^n for the sum t = n + kRound, by adding to the exponent.
 AK_HOST_DEVICE float add_to_exponent(float p, float t) {
   return bit_cast<float>(bit_cast<uint32_t>(p) + (bit_cast<uint32_t>(t) << 23));
