@@ -169,6 +169,7 @@ class CudaTimer:
     def run(self, candidates: Mapping[str, Calls]) -> dict[str, Timing | Exception]:
         results: dict[str, Timing | Exception] = {}
         prepared: dict[str, _Prepared] = {}
+        torch.cuda.synchronize(self.device)  # inputs were made on another stream
         with torch.cuda.stream(self.stream):
             for name, calls in candidates.items():
                 try:

@@ -330,8 +330,8 @@ std::tuple<Tensor, Tensor> linear_dgrad(const Tensor& dpre, const Tensor& weight
   const ScalarType dtype = dpre.scalar_type();
   if (by_gemm(dpre, acc, chunk, m, n, k)) {
     if (out_dtype == ScalarType::Double) {
-      auto [wide, act] = linear_dgrad(dpre, weight, saved, activation, saved_is_output, want_act, acc, chunk,
-                                      ScalarType::Float);
+      auto [wide, act] =
+          linear_dgrad(dpre, weight, saved, activation, saved_is_output, want_act, acc, chunk, ScalarType::Float);
       return {torch::stable::to(wide, ScalarType::Double), act};
     }
     Tensor dinput = empty_contiguous(dpre, out_dtype, {m, n});
