@@ -12,6 +12,7 @@
 
 namespace ampkernels::cuda::sm90 {
 
+// convert.h's rounding and widening, two elements to a register.
 template <typename T>
 __device__ __forceinline__ uint32_t round_pair(float low, float high) {
   if constexpr (dtype_of<T>::value == DType::kBFloat16) {
@@ -33,8 +34,8 @@ __device__ __forceinline__ void widen_pair(uint32_t pair, float& low, float& hig
 template <class C>
 struct Epilogue {
   using T = typename C::T;
-  static constexpr int kValues =
-      C::kStrip / 2;  // per thread and strip: columns 8 j + 2 (lane % 4) + {0, 1}, rows lane / 4 + {0, 8}
+  // Of a strip, a thread has columns 8 j + 2 (lane % 4) + {0, 1} of rows lane / 4 + {0, 8}.
+  static constexpr int kValues = C::kStrip / 2;
 
   const Args90& args;
   uint32_t smem;
