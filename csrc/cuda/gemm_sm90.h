@@ -5,8 +5,8 @@
 
 #include <cstddef>
 
-#include "plan/gemm_sm90_plan.h"
 #include "ampkernels/params.h"
+#include "plan/gemm_sm90_plan.h"
 
 namespace ampkernels::cuda {
 

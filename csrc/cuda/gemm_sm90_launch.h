@@ -6,8 +6,8 @@
 #include <atomic>
 #include <cstdint>
 
-#include "plan/gemm_sm90_plan.h"
 #include "ampkernels/params.h"
+#include "plan/gemm_sm90_plan.h"
 
 namespace ampkernels::cuda::sm90 {
 
