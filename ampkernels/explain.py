@@ -125,7 +125,7 @@ def _affine(
         op,
         device,
         _gemm_path(device, dtype, policy, fused and activation in _ONEDNN_ACTIVATIONS),
-        _gemm_plan(input, _operand(input, dtype), weight, dtype, policy, "gated" if gated else "linear"),
+        _gemm_plan(input, _operand(input, dtype), weight, dtype, policy, activation, "gated" if gated else "linear"),
         policy,
         _dtypes({"input": input, "weight": weight, "bias": bias}, dtype, out),
     )
@@ -154,7 +154,7 @@ def _mlp(
     fused = not (training and activation not in (None, "relu"))
     hidden = (True, w1.shape[0] % 8 == 0)
     plans = [
-        "w1: " + _gemm_plan(input, _operand(input, dtype), w1, dtype, policy),
+        "w1: " + _gemm_plan(input, _operand(input, dtype), w1, dtype, policy, activation),
         "w2: " + _gemm_plan(input, hidden, w2, dtype, policy),
     ]
     result = Explanation(
@@ -189,6 +189,7 @@ def _gemm_plan(
     weight: Tensor,
     dtype: torch.dtype,
     policy: Accumulate,
+    activation: str | None = None,
     epilogue: str = "linear",
 ) -> str:
     """The plan of the GEMM of `input`'s rows, an operand that lies as `a` says, and `weight`."""
@@ -214,6 +215,7 @@ def _gemm_plan(
         epilogue=epilogue,
         arch=arch,
         sms=torch.cuda.get_device_properties(input.device).multi_processor_count,
+        activated=activation not in (None, "relu"),
     )
     return problem + ("the sm_90a kernel where it takes these operands, else " if arch == 90 else "") + str(text)
 

@@ -213,7 +213,13 @@ Status launch_gemm(const GemmParams& params, cudaStream_t stream) {
     if (const Status s = pack(p.b, p.n, p.k, &workspace, stream); !s.ok()) return s;
   p.workspace = workspace;
 #if AMPKERNELS_GEMM_SM90
-  if (takes_sm90(p, device)) return launch_gemm_sm90(p, stream);
+  if (takes_sm90(p, device)) {
+    const Status status = launch_gemm_sm90(p, stream);
+    const int splits = gemm_sm90_splits(p);
+    if (!status.ok() || splits == 1) return status;
+    return p.dtype == DType::kBFloat16 ? launch_reduce<bfloat16_t>(p, splits, stream)
+                                       : launch_reduce<half_t>(p, splits, stream);
+  }
 #endif
   if (forced_path.load(std::memory_order_relaxed) == Path::kSm90) return {"gemm: the sm90 path does not take this"};
   if (plan.split > 1 && p.workspace == nullptr) return {"gemm: a split of K needs its workspace"};

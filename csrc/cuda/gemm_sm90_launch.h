@@ -6,7 +6,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "../plan/gemm_sm90_plan.h"
+#include "plan/gemm_sm90_plan.h"
 #include "ampkernels/params.h"
 
 namespace ampkernels::cuda::sm90 {
@@ -17,6 +17,7 @@ struct Schedule90 {
   int32_t items;            // tiles, or pairs of tiles, times splits
   int32_t items_per_split;  // items_m * items_n
   int32_t items_m, items_n;
+  int32_t step;  // CTAs, or clusters: the distance between two items of one of them
   int32_t group;
   bool group_along_n;
   Share share;

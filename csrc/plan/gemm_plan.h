@@ -27,6 +27,7 @@ struct GemmProblem {
   bool b_aligned = true;
   bool b_packable = true;  // false: a copy with another leading stride would not align B either
   EpilogueKind epilogue = EpilogueKind::kLinear;
+  Activation activation = Activation::kNone;
   int arch = 90;  // compute capability, 10 * major + minor
   int sms = 132;
 };

@@ -45,6 +45,7 @@ ak::GemmPlan plan_of(const ak::GemmProblem& p) {
   ak::GemmParams params;
   params.m = p.m, params.n = p.n, params.k = p.k;
   params.dtype = p.dtype, params.accumulate = p.accumulate, params.kind = p.epilogue;
+  params.activation = p.activation;
   const ak::GemmSm90Plan sm90 = ak::plan_gemm_sm90(params, p.sms);
   const ak::TileShape tile = ak::tile_shape(sm90.tile);
   const bool pingpong = tile.schedule == ak::Schedule::kPingpong;
@@ -80,7 +81,8 @@ void define_gemm_plan(py::module_& m, const char* name, Convert convert, const c
   m.def(
       name,
       [convert](int64_t m, int64_t n, int64_t k, const std::string& dtype, const std::string& acc, int64_t chunk,
-                bool a_kmajor, bool b_kmajor, const std::string& epilogue, int arch, bool aligned, int sms) {
+                bool a_kmajor, bool b_kmajor, const std::string& epilogue, int arch, bool aligned, int sms,
+                bool activated) {
         ak::GemmProblem p;
         p.m = m, p.n = n, p.k = k;
         p.dtype = dtype_named(dtype);
@@ -88,12 +90,13 @@ void define_gemm_plan(py::module_& m, const char* name, Convert convert, const c
         p.a_kmajor = a_kmajor, p.b_kmajor = b_kmajor;
         p.a_aligned = p.b_aligned = aligned;
         p.epilogue = epilogue_named(epilogue);
+        p.activation = activated ? ak::Activation::kGelu : ak::Activation::kNone;  // all that a plan asks of it
         p.arch = arch, p.sms = sms;
         return convert(plan_of(p));
       },
       py::arg("m"), py::arg("n"), py::arg("k"), py::arg("dtype") = "bfloat16", py::arg("acc") = "float32",
       py::arg("chunk") = 0, py::arg("a_kmajor") = true, py::arg("b_kmajor") = true, py::arg("epilogue") = "linear",
-      py::arg("arch") = 90, py::arg("aligned") = true, py::arg("sms") = 132, doc);
+      py::arg("arch") = 90, py::arg("aligned") = true, py::arg("sms") = 132, py::arg("activated") = false, doc);
 }
 
 void add_gemm_plan(py::module_& m) {
