@@ -126,12 +126,16 @@ void norm_fwd_typed(const NormFwdParams& p, int64_t begin, int64_t end) {
     const Vec<C> rstd = splat(C(stats.rstd));
     if constexpr (kRms) {
       for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
+        prefetch_read(x + i, n);
+        prefetch_write(y + i, n);
         store(y + i, load_buffer(s + i) * rstd * load_buffer(weight + i), step);
       });
     } else {
       const Vec<C> center = splat(stats.center);
       const Vec<C> shift = splat(C(-stats.correction * stats.rstd));
       for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
+        prefetch_read(x + i, n);
+        prefetch_write(y + i, n);
         const Vec<C> h = fma(load_buffer(s + i) - center, rstd, shift);
         store(y + i, fma(h, load_buffer(weight + i), load_buffer(bias + i)), step);
       });
@@ -210,6 +214,8 @@ void norm_bwd_typed(const NormBwdParams& p, int64_t block) {
 
     const Vec<C> shift = splat(C(-mean_h)), vmean_g = splat(C(mean_g)), vmean_gh_negated = splat(C(-mean_gh));
     for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
+      prefetch_read(s + i, n);
+      prefetch_read(dy + i, n);
       const Vec<C> dy_i = load<C>(dy + i, step);
       Vec<C> h;
       if constexpr (kRms) {
@@ -222,6 +228,7 @@ void norm_bwd_typed(const NormBwdParams& p, int64_t block) {
         if constexpr (!kRms) store_buffer(dbias + i, dy_i + load_buffer(dbias + i));
       }
       if (dx != nullptr) {
+        prefetch_write(dx + i, n);
         Vec<C> g = dy_i * load_buffer(weight + i);
         if constexpr (!kRms) g = g - vmean_g;
         g = fma(h, vmean_gh_negated, g);

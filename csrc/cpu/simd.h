@@ -350,6 +350,17 @@ AK_SIMD void store_even_odd(bfloat16_t* p, Pair<V> even, Pair<V> odd) {
   store_even_odd(p + 2 * LanesOf<V>::value, even.hi, odd.hi);
 }
 
+// Asks for the cache line `ahead` elements from p, which may lie past the end of anything. The kernels ask for the next row
+// in the last pass over this one: what the hardware prefetches ends with a page, every few rows.
+template <typename T>
+AK_SIMD void prefetch_read(const T* p, int64_t ahead) {
+  __builtin_prefetch(reinterpret_cast<const void*>(uintptr_t(p) + uintptr_t(ahead) * sizeof(T)), 0);
+}
+template <typename T>
+AK_SIMD void prefetch_write(const T* p, int64_t ahead) {
+  __builtin_prefetch(reinterpret_cast<const void*>(uintptr_t(p) + uintptr_t(ahead) * sizeof(T)), 1);
+}
+
 // Elements p[0..31] in element order, exactly widened to C (fp64 to fp32 rounds: only where a caller mixes them).
 template <typename C, typename T>
 AK_SIMD Vec<C> load_elements(const T* p) {

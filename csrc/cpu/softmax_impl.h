@@ -41,6 +41,7 @@ AK_SIMD void softmax_row(F x, C max, C scale, bool log, C* e, T* y, int64_t n) {
     const double sum = reduce<T, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA {
                          const Vec<C> v = keep(exp_lanes(logit(i, step)), step, splat(C(0)));
                          store_buffer(e + i, v);
+                         prefetch_write(y + i, n);
                          s.a = s.a + v;
                        }).a;
     const Vec<C> inverse = splat(C(1.0 / sum));
@@ -51,7 +52,11 @@ AK_SIMD void softmax_row(F x, C max, C scale, bool log, C* e, T* y, int64_t n) {
 template <typename T, typename C>
 void plain_row(const T* x, C scale, bool log, C* e, T* y, int64_t n) {
   const auto load_x = [&](int64_t i, auto step) AK_LAMBDA { return load<C>(x + i, step); };
-  softmax_row<T>(load_x, largest_logit<T>(n, scale, load_x), scale, log, e, y, n);
+  const auto load_again = [&](int64_t i, auto step) AK_LAMBDA {
+    prefetch_read(x + i, n);
+    return load<C>(x + i, step);
+  };
+  softmax_row<T>(load_again, largest_logit<T>(n, scale, load_x), scale, log, e, y, n);
 }
 
 // The logits, scaled and masked, lie in z, a buffer in row order, which serves as e too.
@@ -132,6 +137,9 @@ void softmax_bwd_row(const T* y, const T* dy, C scale, bool log, T* dx, int64_t 
                        }).a;
     const Vec<C> negated = splat(C(-sum));
     for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
+      prefetch_read(y + i, n);
+      prefetch_read(dy + i, n);
+      prefetch_write(dx + i, n);
       const Vec<C> v = fma(exp_lanes(load<C>(y + i, step)), negated, load<C>(dy + i, step));
       store(dx + i, v * vscale, step);
     });
@@ -141,6 +149,9 @@ void softmax_bwd_row(const T* y, const T* dy, C scale, bool log, T* dx, int64_t 
                        }).a;
     const Vec<C> negated = splat(C(-dot) * scale);
     for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
+      prefetch_read(y + i, n);
+      prefetch_read(dy + i, n);
+      prefetch_write(dx + i, n);
       store(dx + i, load<C>(y + i, step) * fma(load<C>(dy + i, step), vscale, negated), step);
     });
   }

@@ -1,17 +1,18 @@
 // layer_norm and rms_norm backward. With h = (s - mean) * rstd and g = dy * (weight + offset):
 //   dx = rstd * (g - mean(g) - h * mean(g * h)) + dsum,   dweight = sum over rows of dy * h,   dbias = sum of dy.
 //
-// Layout. Resident tiers: persistent CTAs. A CTA holds `slots` groups of lanes; each takes every R-th row, R = all slots
-// of the grid, and keeps the sums of its columns in registers over all of its rows. Rows of s and dy arrive in a ring of
-// stages, as they lie in memory, by bulk copies (aligned rows, from 9.0 on) or by cp.async (16-byte units, whatever the
-// row's alignment), and are read from shared memory twice, so a row costs no registers while it is in flight. Weights are widened once into shared memory.
-// The number of row groups and which rows each adds depend on (rows, cols, dtypes) and the architecture only: slots of a
-// CTA are added in order, then CTAs in order, by a second kernel of one pass over partials that are still in L2.
-// Streaming tier: dx by a CTA per row, the column sums by a second reading.
-// Synchronisation. One barrier per row for both means; one more where lanes read units that other lanes copied (rows off
-// 16 bytes, or no whole number of vectors).
-// Rounding points. d = s - mean, h = d * rstd; dy * weight; the sums (fp32, or fp64 for fp64 s) and the row's two factors;
-// dx = rstd * g + (factor * h + factor) by two fma, plus dsum; then dx once to its dtype, and dweight, dbias once to theirs.
+// Layout. Resident tiers: persistent CTAs. A CTA holds `slots` groups of lanes; each takes every R-th row, R = all
+// slots of the grid, and keeps the sums of its columns in registers over all of its rows. Rows of s and dy arrive in a
+// ring of stages, as they lie in memory, by bulk copies (aligned rows, from 9.0 on) or by cp.async (16-byte units,
+// whatever the row's alignment), and are read from shared memory twice, so a row costs no registers while it is in
+// flight. Weights are widened once into shared memory. The number of row groups and which rows each adds depend on
+// (rows, cols, dtypes) and the architecture only: slots of a CTA are added in order, then CTAs in order, by a second
+// kernel of one pass over partials that are still in L2. Streaming tier: dx by a CTA per row, the column sums by a
+// second reading. Synchronisation. One barrier per row for both means; one more where lanes read units that other lanes
+// copied (rows off 16 bytes, or no whole number of vectors). Rounding points. d = s - mean, h = d * rstd; dy * weight;
+// the sums (fp32, or fp64 for fp64 s) and the row's two factors; dx = rstd * g + (factor * h + factor) by two fma, plus
+// dsum; then dx once to its dtype, and dweight, dbias once to theirs.
+#include "norm_bwd_streaming.cuh"
 #include "rows_common.cuh"
 
 namespace ampkernels::cuda {
@@ -19,11 +20,11 @@ namespace {
 
 struct BwdShape {
   TeamShape team;
-  int groups;       // CTAs (clusters) that add rows
+  int groups;  // CTAs (clusters) that add rows
   int stages;
-  int s_bytes;      // of one slot and stage
+  int s_bytes;  // of one slot and stage
   int dy_bytes;
-  int weight_at;    // offsets into shared memory
+  int weight_at;  // offsets into shared memory
   int scratch_at;
   int barriers_at;
 };
@@ -31,14 +32,16 @@ struct BwdShape {
 __device__ __forceinline__ void copy_unit(uint32_t to, const char* from, int bytes) {  // zeroes the rest of 16
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void copy_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 template <int kPending>
 __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// `count` elements of a row into shared memory: unit-stride rows as they lie, beginning at the 16-byte unit that holds the
-// first element; others element by element, each lane its own vectors.
+// `count` elements of a row into shared memory: unit-stride rows as they lie, beginning at the 16-byte unit that holds
+// the first element; others element by element, each lane its own vectors.
 template <int V, int K>
 __device__ __forceinline__ void copy_row(char* to, const char* row, int64_t stride, DType dtype, int count, int lane,
                                          int lanes) {
@@ -103,24 +106,6 @@ __device__ __forceinline__ void read_vector(const char* from, int shift, int j, 
   for (int e = 0; e < V; ++e) v[e] = to_compute<C>(pack.element(e));
 }
 
-template <typename T, int V, typename C>
-__device__ __forceinline__ void add_vector(const RowsIn& m, const char* row, int j, int limit, C (&v)[V]) {
-  const auto add = [&]<typename D>() {
-    Vectors<D, V, 1> r;
-    r.load(row, m.col_stride, j, 1, limit);
-    C a[V];
-    r.get(0, a);
-#pragma unroll
-    for (int e = 0; e < V; ++e) v[e] += a[e];
-  };
-  with_dtype<T>(m.dtype, add, [&] {
-    C a[1][V];
-    load_other(row, m.dtype, m.col_stride, j, 1, limit, a);
-#pragma unroll
-    for (int e = 0; e < V; ++e) v[e] += a[0][e];
-  });
-}
-
 // D: the dtype of dy. kAligned: rows on 16 bytes, of whole vectors, dx and dsum of T: every lane copies what it reads.
 // Otherwise anything, and D is only the wider of the two dtypes that dy may have.
 template <typename T, typename D, bool kRms, bool kAligned>
@@ -133,12 +118,11 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
 #else
   constexpr bool kBulk = false;
 #endif
-  extern __shared__ __align__(16) char shared[];
   grid_launch_dependents();
   grid_dependency_wait();
 
-  C* const weight = reinterpret_cast<C*>(shared + shape.weight_at);
-  Team<C, true> team(shape.team, shared + shape.scratch_at);
+  C* const weight = reinterpret_cast<C*>(rows_shared + shape.weight_at);
+  Team<C, true> team(shape.team, shape.scratch_at);
   const int lane = team.lane, lanes = team.lanes, slots = shape.team.rows_per_cta;
   const int64_t group = row_group_index(shape.team.cluster);
   const int segment = lanes * K * V;  // columns of this CTA
@@ -154,7 +138,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
       w = load_as<C>(p.weight.data, p.weight.dtype, (begin + c) * p.weight.stride) + (kRms ? C(p.weight_offset) : C(0));
     weight[(c % V / kPart * parts + c / V) * kPart + c % kPart] = w;
   }
-  uint64_t* const barriers = reinterpret_cast<uint64_t*>(shared + shape.barriers_at) + team.slot;  // [stage][slot]
+  uint64_t* const barriers = reinterpret_cast<uint64_t*>(rows_shared + shape.barriers_at) + team.slot;  // [stage][slot]
   if (kBulk && lane == 0)
     for (int i = 0; i < shape.stages; ++i) mbarrier_init(&barriers[i * slots]);
   __syncthreads();
@@ -165,7 +149,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
   const int64_t lead = lanes < 32 ? row0 - (team.slot & (32 / lanes - 1)) : row0;
   const int rounds = lead < p.rows ? int((p.rows - lead + step - 1) / step) : 0;
   const int slot_bytes = shape.s_bytes + shape.dy_bytes;
-  char* const ring = shared + team.slot * slot_bytes;
+  char* const ring = rows_shared + team.slot * slot_bytes;
   const int stage_bytes = slots * slot_bytes;
 
   // Rows of s and dy into the next stage.
@@ -181,9 +165,10 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
           const int s_bytes = limit * int(sizeof(T)), dy_bytes = limit * int(sizeof(D));
           mbarrier_expect(barrier, s_bytes + dy_bytes);
           if (limit > 0) {
-            bulk_copy(shared_address(to), aligned_row(p.s, fetch_row, sizeof(T)) + begin * int(sizeof(T)), s_bytes, barrier);
-            bulk_copy(shared_address(to) + shape.s_bytes, aligned_row(p.dy, fetch_row, sizeof(D)) + begin * int(sizeof(D)),
-                      dy_bytes, barrier);
+            bulk_copy(shared_address(to), aligned_row(p.s, fetch_row, sizeof(T)) + begin * int(sizeof(T)), s_bytes,
+                      barrier);
+            bulk_copy(shared_address(to) + shape.s_bytes,
+                      aligned_row(p.dy, fetch_row, sizeof(D)) + begin * int(sizeof(D)), dy_bytes, barrier);
           }
         }
       } else if constexpr (kAligned) {
@@ -201,8 +186,8 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
         }
       } else {
         copy_row<V, K>(to, row_pointer(p.s, fetch_row, begin), p.s.col_stride, p.s.dtype, limit, lane, lanes);
-        copy_row<V, K>(to + shape.s_bytes, row_pointer(p.dy, fetch_row, begin), p.dy.col_stride, p.dy.dtype, limit, lane,
-                       lanes);
+        copy_row<V, K>(to + shape.s_bytes, row_pointer(p.dy, fetch_row, begin), p.dy.col_stride, p.dy.dtype, limit,
+                       lane, lanes);
       }
     }
     if (!kBulk) copy_commit();
@@ -343,7 +328,8 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
     if constexpr (kAligned) {
       char* dx = aligned_row(p.dx, row, sizeof(T)) + begin * int(sizeof(T));
       Vectors<T, V, K> dsum;
-      if (p.dsum.data) dsum.load_aligned(aligned_row(p.dsum, row, sizeof(T)) + begin * int(sizeof(T)), lane, lanes, here / V);
+      if (p.dsum.data)
+        dsum.load_aligned(aligned_row(p.dsum, row, sizeof(T)) + begin * int(sizeof(T)), lane, lanes, here / V);
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         const int j = lane + k * lanes;
@@ -379,7 +365,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
   __syncthreads();
 
   // The slots' sums, in order.
-  C* const all = reinterpret_cast<C*>(shared);
+  C* const all = reinterpret_cast<C*>(rows_shared);
   C* partial = static_cast<C*>(p.workspace);
   const auto publish = [&](const C(&v)[K][V]) {
 #pragma unroll
@@ -402,8 +388,8 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
 
 // Adds the groups' partial sums, groups w, w + 16, ... by warp w, then the warps in order.
 template <typename C>
-__global__ void __launch_bounds__(512) column_sums(const C* partial, int groups, int64_t cols, const VectorOut dweight,
-                                                   const VectorOut dbias) {
+__global__ void __launch_bounds__(512)
+    column_sums(const C* partial, int groups, int64_t cols, const VectorOut dweight, const VectorOut dbias) {
   __shared__ C sums[16][33];
   grid_launch_dependents();
   grid_dependency_wait();
@@ -430,98 +416,6 @@ __global__ void __launch_bounds__(512) column_sums(const C* partial, int groups,
   }
 }
 
-// ------------------------------------------------------------------------------------------------------ streaming tier
-
-template <typename T>
-__global__ void __launch_bounds__(kRowsCtaThreads)
-    norm_bwd_streaming_dx(const __grid_constant__ NormBwdParams p, const TeamShape shape) {
-  using C = compute_t<T>;
-  constexpr int V = kVector<T>, kFar = 1 << 24;
-  extern __shared__ __align__(16) char scratch[];
-  grid_launch_dependents();
-  grid_dependency_wait();
-
-  Team<C> team(shape, scratch);
-  const int64_t row = blockIdx.x;
-  const int lane = team.lane, step = team.lanes, tile = step * V;
-  const C mean = p.rms ? C(0) : static_cast<const C*>(p.mean)[row], rstd = static_cast<const C*>(p.rstd)[row];
-  const C offset = p.rms ? C(p.weight_offset) : C(0);
-
-  C sums[2] = {0, 0};
-#pragma unroll 1
-  for (int pass = 0; pass < 2; ++pass) {
-#pragma unroll 1
-    for (int64_t begin = 0; begin < p.cols; begin += tile) {
-      const int limit = int(min(p.cols - begin, int64_t(kFar)));
-      Vectors<T, V, 1> s;
-      s.load(row_pointer(p.s, row, begin), p.s.col_stride, lane, step, limit);
-      C h[V], g[1][V], w[V];
-      s.get(0, h);
-#pragma unroll
-      for (int e = 0; e < V; ++e) {
-        h[e] = (h[e] - mean) * rstd;
-        g[0][e] = 0;
-        w[e] = 0;
-      }
-      add_vector<T, V>(p.dy, row_pointer(p.dy, row, begin), lane, limit, g[0]);
-      if (p.weight.data) {
-        RowsIn weight;
-        weight.dtype = p.weight.dtype;
-        weight.col_stride = p.weight.stride;
-        add_vector<T, V>(weight,
-                         static_cast<const char*>(p.weight.data) + begin * p.weight.stride * element_size(p.weight.dtype),
-                         lane, limit, w);
-#pragma unroll
-        for (int e = 0; e < V; ++e) g[0][e] *= w[e] + offset;
-      }
-      if (pass == 0) {
-#pragma unroll
-        for (int e = 0; e < V; ++e) {  // past the end g is 0
-          sums[0] = fma(g[0][e], h[e], sums[0]);
-          sums[1] += g[0][e];
-        }
-      } else {
-#pragma unroll
-        for (int e = 0; e < V; ++e) g[0][e] = fma(-h[e], sums[0], g[0][e] - (p.rms ? C(0) : sums[1])) * rstd;
-        if (p.dsum.data) add_vector<T, V>(p.dsum, row_pointer(p.dsum, row, begin), lane, limit, g[0]);
-        store_vectors<T>(row_pointer(p.dx, row, begin), p.dx.dtype, p.dx.col_stride, lane, step, min(limit, tile), lane,
-                         step, g);
-      }
-    }
-    if (pass == 0) {
-      team.reduce(sums, Sum{}, C(0));
-      sums[0] *= C(shape.inverse);
-      sums[1] *= C(shape.inverse);
-    }
-  }
-}
-
-// A thread per column, a group of rows per blockIdx.y.
-template <typename C>
-__global__ void __launch_bounds__(128) norm_bwd_streaming_sums(const __grid_constant__ NormBwdParams p) {
-  grid_launch_dependents();
-  grid_dependency_wait();
-  const int64_t tiles = (p.cols + 127) / 128;
-  const int64_t c = int64_t(blockIdx.x) % tiles * 128 + threadIdx.x;
-  const int group = int(blockIdx.x / tiles), groups = int(gridDim.x / tiles);
-  if (c >= p.cols) return;
-  C dweight = 0, dbias = 0;
-#pragma unroll 4
-  for (int64_t row = group; row < p.rows; row += groups) {
-    const C s = load_as<C>(p.s.data, p.s.dtype, row_offset(p.s.rows, row) + c * p.s.col_stride);
-    const C dy = load_as<C>(p.dy.data, p.dy.dtype, row_offset(p.dy.rows, row) + c * p.dy.col_stride);
-    const C mean = p.rms ? C(0) : static_cast<const C*>(p.mean)[row];
-    dweight = fma(dy, (s - mean) * static_cast<const C*>(p.rstd)[row], dweight);
-    dbias += dy;
-  }
-  C* partial = static_cast<C*>(p.workspace);
-  if (p.dweight.data) {
-    partial[group * p.cols + c] = dweight;
-    partial += groups * p.cols;
-  }
-  if (p.dbias.data) partial[group * p.cols + c] = dbias;
-}
-
 RowsPlan plan_of(const NormBwdParams& p, int arch) {
   return plan_rows(RowsOp::kNormBwd, p.cols, p.s.dtype, p.dy.dtype, layout_of(p.cols, p.s), arch);
 }
@@ -534,8 +428,8 @@ int groups_of(const NormBwdParams& p, const RowsPlan& plan) {
 template <typename T, typename D>
 auto resident_kernel(const NormBwdParams& p, const RowsPlan& plan) {
   const auto mine = [](const auto& m) { return aligned_rows(m) && m.dtype == dtype_of<T>::value; };
-  const bool aligned = plan.stages > 1 && p.cols % plan.vector == 0 && mine(p.s) && aligned_rows(p.dy) && p.dy.dtype == dtype_of<D>::value &&
-                       (!p.dx.data || mine(p.dx)) && (!p.dsum.data || mine(p.dsum));
+  const bool aligned = plan.stages > 1 && p.cols % plan.vector == 0 && mine(p.s) && aligned_rows(p.dy) &&
+                       p.dy.dtype == dtype_of<D>::value && (!p.dx.data || mine(p.dx)) && (!p.dsum.data || mine(p.dsum));
   if (aligned) return p.rms ? norm_bwd_resident<T, D, true, true> : norm_bwd_resident<T, D, false, true>;
   return p.rms ? norm_bwd_resident<T, D, true, false> : norm_bwd_resident<T, D, false, false>;
 }
@@ -577,8 +471,7 @@ Status launch_norm_bwd(const NormBwdParams& p, cudaStream_t stream) {
   return dispatch_row_dtype(p.s.dtype, [&]<typename T>() -> Status {
     using C = compute_t<T>;
     if (groups > 0 && plan.tier == RowsTier::kStreaming) {
-      if (p.dx.data)
-        status = launch_streaming_dx<T>(p, plan, arch, stream);
+      if (p.dx.data) status = launch_streaming_dx<T>(p, plan, arch, stream);
       if (status.ok() && (p.dweight.data || p.dbias.data))
         status = launch_rows(norm_bwd_streaming_sums<C>, arch, (p.cols + 127) / 128 * groups, 128, 1, 0, stream, p);
     } else if (groups > 0) {
@@ -591,7 +484,8 @@ Status launch_norm_bwd(const NormBwdParams& p, cudaStream_t stream) {
       shape.s_bytes = int(elements * s_size + 32);
       shape.dy_bytes = int(elements * dy_size + 32);
       const int64_t ring = plan.stages * norm_bwd_stage_bytes(plan, s_size, dy_size);
-      const int64_t merge = plan.rows_per_cta * elements * int64_t(sizeof(C));  // the slots' sums, after the ring's time
+      const int64_t merge =
+          plan.rows_per_cta * elements * int64_t(sizeof(C));  // the slots' sums, after the ring's time
       shape.weight_at = int(std::max(ring, merge));
       shape.scratch_at = int(shape.weight_at + norm_bwd_weight_bytes(plan, sizeof(C)));
       shape.barriers_at = shape.scratch_at + team_scratch_bytes(shape.team, sizeof(C));

@@ -1,14 +1,14 @@
-// layer_norm and rms_norm forward: s = x + residual, then y = (s - mean) * rstd * weight + bias, or s * rstd * (weight +
-// offset); the sum, the mean and rstd as asked for.
+// layer_norm and rms_norm forward: s = x + residual, then y = (s - mean) * rstd * weight + bias, or s * rstd * (weight
+// + offset); the sum, the mean and rstd as asked for.
 //
 // Layout. Resident tiers: the row of s in registers, in the compute type (rows_common.cuh). Streaming tier: one CTA per
 // row, read once for the mean, once for the deviations, once for the result.
-// Statistics. Two passes over the row: the mean, then the deviations from it and their squares. The mean of the deviations
-// corrects the rounding of the first mean, so a row whose mean is 10^4 times its deviation loses nothing. If a square
-// overflows (|s| > 10^19 in fp32), the row is scaled by a power of two, exactly, and its statistics are taken again.
-// Synchronisation. One barrier (or cluster barrier) per statistic.
-// Rounding points. x + residual once; the sums (fp32, or fp64 for fp64 rows); 1 / sqrt; (s - mean), times rstd, times
-// weight, plus bias, each once; then y and sum once, to their dtypes.
+// Statistics. Two passes over the row: the mean, then the deviations from it and their squares. The mean of the
+// deviations corrects the rounding of the first mean, so a row whose mean is 10^4 times its deviation loses nothing. If
+// a square overflows (|s| > 10^19 in fp32), the row is scaled by a power of two, exactly, and its statistics are taken
+// again. Synchronisation. One barrier (or cluster barrier) per statistic. Rounding points. x + residual once; the sums
+// (fp32, or fp64 for fp64 rows); 1 / sqrt; (s - mean), times rstd, times weight, plus bias, each once; then y and sum
+// once, to their dtypes.
 #include "rows_common.cuh"
 
 namespace ampkernels::cuda {
@@ -25,21 +25,21 @@ template <typename C>
 struct Statistics {
   C mean, correction, factor, scale;
 
-  template <int K, int V>
-  __device__ __forceinline__ void normalize(C (&d)[K][V]) const {  // d = scale * s - mean
+  template <int V>
+  __device__ __forceinline__ void normalize(const C (&d)[V], C (&h)[V]) const {  // d = scale * s - mean
     const C by = -correction * factor;
 #pragma unroll
-    for (int k = 0; k < K; ++k)
-#pragma unroll
-      for (int e = 0; e < V; ++e) d[k][e] = fma(d[k][e], factor, by);
+    for (int e = 0; e < V; ++e) h[e] = fma(d[e], factor, by);
   }
-  __device__ __forceinline__ C saved_mean() const { return (mean + correction) * (scale == C(1) ? C(1) : C(1) / down_scale<C>()); }
+  __device__ __forceinline__ C saved_mean() const {
+    return (mean + correction) * (scale == C(1) ? C(1) : C(1) / down_scale<C>());
+  }
   __device__ __forceinline__ C saved_rstd() const { return factor * scale; }
 };
 
 template <typename T, int K, int V, typename C>
-__device__ __forceinline__ void load_row(const NormFwdParams& p, int64_t row, int64_t begin, int first, int step, int limit,
-                                         C (&s)[K][V]) {
+__device__ __forceinline__ void load_row(const NormFwdParams& p, int64_t row, int64_t begin, int first, int step,
+                                         int limit, C (&s)[K][V]) {
   Vectors<T, V, K> x;
   x.load(row_pointer(p.x, row, begin), p.x.col_stride, first, step, limit);
   if (!p.residual.data) {
@@ -74,7 +74,8 @@ __device__ __forceinline__ void load_row(const NormFwdParams& p, int64_t row, in
 
 // Calls use(k, v) with the parameters of each of the lane's vectors.
 template <typename T, int K, int V, typename Use>
-__device__ __forceinline__ void with_parameters(const VectorIn& w, int64_t begin, int first, int step, int limit, Use&& use) {
+__device__ __forceinline__ void with_parameters(const VectorIn& w, int64_t begin, int first, int step, int limit,
+                                                Use&& use) {
   using C = compute_t<T>;
   const char* at = static_cast<const char*>(w.data) + begin * w.stride * element_size(w.dtype);
   const auto fast = [&]<typename D>() {
@@ -96,9 +97,10 @@ __device__ __forceinline__ void with_parameters(const VectorIn& w, int64_t begin
 }
 
 template <typename T, int K, int V, typename C>
-__device__ __forceinline__ void apply(const NormFwdParams& p, const Statistics<C>& stats, int64_t begin, int first, int step,
-                                      int limit, C (&s)[K][V]) {
-  stats.normalize(s);
+__device__ __forceinline__ void apply(const NormFwdParams& p, const Statistics<C>& stats, int64_t begin, int first,
+                                      int step, int limit, C (&s)[K][V]) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) stats.normalize(s[k], s[k]);
   if (p.weight.data) {
     const C offset = p.rms ? C(p.weight_offset) : C(0);
     with_parameters<T, K, V>(p.weight, begin, first, step, limit, [&](int k, const C(&w)[V]) {
@@ -128,11 +130,11 @@ __device__ __forceinline__ bool overflowed(C squares) {  // or NaN, which the se
   return !(squares <= C(sizeof(C) == 8 ? 1.7976931348623157e308 : 3.402823466e38));
 }
 
-// Loads a row by load(s), takes its statistics, and leaves its deviations from the mean in s (for rms: itself), scaled if
-// the squares overflow otherwise: then the row is loaded again.
+// Loads a row by load(s), takes its statistics, and leaves its deviations from the mean in s (for rms: itself), scaled
+// if the squares overflow otherwise: then the row is loaded again.
 template <bool kRms, int K, int V, typename C, typename Load>
-__device__ __forceinline__ Statistics<C> row_statistics(const NormFwdParams& p, Team<C>& team, C inverse, int first, int step, int limit,
-                                                        C (&s)[K][V], Load&& load) {
+__device__ __forceinline__ Statistics<C> row_statistics(const NormFwdParams& p, Team<C>& team, C inverse, int first,
+                                                        int step, int limit, C (&s)[K][V], Load&& load) {
   C scale = 1;
 #pragma unroll 1
   while (true) {
@@ -170,7 +172,8 @@ __device__ __forceinline__ Statistics<C> row_statistics(const NormFwdParams& p, 
     team.reduce(sums, Sum{}, C(0));
     // The same for all lanes of a row, but a warp may hold several rows: all go round again, at their own scales.
     const bool again = scale == C(1) && overflowed(sums[0]);
-    if (!__any_sync(0xffffffffu, again)) return finish(p, inverse, mean, kRms ? C(0) : sums[kRms ? 0 : 1], sums[0], scale);
+    if (!__any_sync(0xffffffffu, again))
+      return finish(p, inverse, mean, kRms ? C(0) : sums[kRms ? 0 : 1], sums[0], scale);
     if (again) scale = down_scale<C>();
   }
 }
@@ -187,41 +190,31 @@ __device__ __forceinline__ void copy(const C (&from)[V], C (&to)[V]) {
   for (int e = 0; e < V; ++e) to[e] = from[e];
 }
 
-// use(k, v) with the parameters of each of the lane's vectors, in two batches: they share the registers with the row.
-template <bool kAligned, typename T, int K, int V, typename Use>
-__device__ __forceinline__ void with_unit_stride_parameters(const VectorIn& w, int first, int step, int limit, Use&& use) {
-  using C = compute_t<T>;
-  const auto batches = [&]<typename D>() {
-#pragma unroll
-    for (int k0 = 0; k0 < K; k0 += K / 2) {
-      Vectors<D, V, K / 2> v;
-      v.template load_unit_stride<kAligned, Cache::kKeep>(w.data, first + k0 * step, step, limit);
-#pragma unroll
-      for (int k = 0; k < K / 2; ++k) {
-        C a[V];
-        v.get(k, a);
-        use(k0 + k, a);
-      }
-    }
+// Vector j of unit-stride parameters.
+template <bool kAligned, typename T, int V, typename C>
+__device__ __forceinline__ void load_parameters(const VectorIn& w, int j, int limit, C (&v)[V]) {
+  const auto load = [&]<typename D>() {
+    Vectors<D, V, 1> stored;
+    stored.template load_unit_stride<kAligned, Cache::kKeep>(w.data, j, 1, limit);
+    stored.get(0, v);
   };
   if (w.dtype == dtype_of<T>::value)
-    batches.template operator()<T>();
+    load.template operator()<T>();
   else
-    batches.template operator()<Paired<T>>();
+    load.template operator()<Paired<T>>();
 }
 
-// Unit-stride rows and parameters: the common case, and few instructions beside the arithmetic. kAligned: all on 16 bytes,
-// rows of whole vectors.
+// Unit-stride rows and parameters: the common case, and few instructions beside the arithmetic. kAligned: all on 16
+// bytes, rows of whole vectors.
 template <typename T, typename O, bool kRms, bool kResidual, bool kAligned>
 __global__ void __launch_bounds__(kRowsCtaThreads, kAligned ? 2 : 1)
     norm_fwd_plain(const __grid_constant__ NormFwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
-  constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kNormFwd, T>;
-  extern __shared__ __align__(16) char scratch[];
+  constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
   grid_launch_dependents();
   grid_dependency_wait();
 
-  Team<C> team(shape, scratch);
+  Team<C> team(shape);
   const int64_t r = row_group_index(shape.cluster) * shape.rows_per_cta + team.slot;
   const bool active = r < p.rows;
   const int64_t row = active ? r : 0;
@@ -257,33 +250,34 @@ __global__ void __launch_bounds__(kRowsCtaThreads, kAligned ? 2 : 1)
   };
   const Statistics<C> stats = row_statistics<kRms>(p, team, C(shape.inverse), first, step, limit, s, load);
   if (active && team.lane == 0 && team.rank == 0) save_statistics(p, stats, row);
-  stats.normalize(s);
-  if (p.weight.data) {
-    const C offset = kRms ? C(p.weight_offset) : C(0);
-    with_unit_stride_parameters<kAligned, T, K, V>(p.weight, first, step, limit, [&](int k, const C(&w)[V]) {
-#pragma unroll
-      for (int e = 0; e < V; ++e) s[k][e] *= kRms ? w[e] + offset : w[e];
-    });
-  }
-  if (p.bias.data)
-    with_unit_stride_parameters<kAligned, T, K, V>(p.bias, first, step, limit, [&](int k, const C(&b)[V]) {
-#pragma unroll
-      for (int e = 0; e < V; ++e) s[k][e] += b[e];
-    });
+  const C offset = kRms ? C(p.weight_offset) : C(0);
   store_unit_stride<kAligned, O, V, K, C>(aligned_row(p.y, row, sizeof(O)), first, step, limit, team.lane,
-                                          [&](int k, C(&v)[V]) { copy(s[k], v); });
+                                          [&](int k, C(&y)[V]) {
+                                            const int j = first + k * step;
+                                            C w[V];
+                                            stats.normalize(s[k], y);
+                                            if (p.weight.data) {
+                                              load_parameters<kAligned, T>(p.weight, j, limit, w);
+#pragma unroll
+                                              for (int e = 0; e < V; ++e) y[e] *= kRms ? w[e] + offset : w[e];
+                                            }
+                                            if (p.bias.data) {
+                                              load_parameters<kAligned, T>(p.bias, j, limit, w);
+#pragma unroll
+                                              for (int e = 0; e < V; ++e) y[e] += w[e];
+                                            }
+                                          });
 }
 
 template <typename T, bool kRms>
 __global__ void __launch_bounds__(kRowsCtaThreads, 1)
     norm_fwd_resident(const __grid_constant__ NormFwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
-  constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kNormFwd, T>;
-  extern __shared__ __align__(16) char scratch[];
+  constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
   grid_launch_dependents();
   grid_dependency_wait();
 
-  Team<C> team(shape, scratch);
+  Team<C> team(shape);
   const int64_t r = row_group_index(shape.cluster) * shape.rows_per_cta + team.slot;
   const bool active = r < p.rows;
   const int64_t row = active ? r : 0;
@@ -293,7 +287,8 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
   const auto load = [&](C(&s)[K][V]) {
     load_row<T>(p, row, 0, first, step, limit, s);
     if (p.sum.data)
-      store_vectors<T>(row_pointer(p.sum, row), p.sum.dtype, p.sum.col_stride, first, step, limit, team.lane, team.lanes, s);
+      store_vectors<T>(row_pointer(p.sum, row), p.sum.dtype, p.sum.col_stride, first, step, limit, team.lane,
+                       team.lanes, s);
   };
   const Statistics<C> stats = row_statistics<kRms>(p, team, C(shape.inverse), first, step, limit, s, load);
   if (active && team.lane == 0 && team.rank == 0) save_statistics(p, stats, row);
@@ -305,13 +300,12 @@ template <typename T>
 __global__ void __launch_bounds__(kRowsCtaThreads)
     norm_fwd_streaming(const __grid_constant__ NormFwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
-  constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kNormFwd, T>;
+  constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
   constexpr int kFar = 1 << 24;  // more columns than a tile, few enough for 32-bit byte offsets
-  extern __shared__ __align__(16) char scratch[];
   grid_launch_dependents();
   grid_dependency_wait();
 
-  Team<C> team(shape, scratch);
+  Team<C> team(shape);
   const int64_t r = int64_t(blockIdx.x) * shape.rows_per_cta + team.slot;
   const bool active = r < p.rows;
   const int64_t row = active ? r : 0, cols = active ? p.cols : 0;
@@ -329,8 +323,8 @@ __global__ void __launch_bounds__(kRowsCtaThreads)
       const int limit = int(max(min(cols - begin, int64_t(kFar)), int64_t(0)));
       load_row<T>(p, row, begin, lane, step, limit, s);
       if (pass == 2 && p.sum.data)
-        store_vectors<T>(row_pointer(p.sum, row, begin), p.sum.dtype, p.sum.col_stride, lane, step, min(limit, tile), lane,
-                         step, s);
+        store_vectors<T>(row_pointer(p.sum, row, begin), p.sum.dtype, p.sum.col_stride, lane, step, min(limit, tile),
+                         lane, step, s);
 #pragma unroll
       for (int k = 0; k < K; ++k)
 #pragma unroll
@@ -353,8 +347,8 @@ __global__ void __launch_bounds__(kRowsCtaThreads)
 #pragma unroll
           for (int e = 0; e < V; ++e) s[k][e] -= mean;
         apply<T>(p, stats, begin, lane, step, limit, s);
-        store_vectors<T>(row_pointer(p.y, row, begin), p.y.dtype, p.y.col_stride, lane, step, min(limit, tile), lane, step,
-                         s);
+        store_vectors<T>(row_pointer(p.y, row, begin), p.y.dtype, p.y.col_stride, lane, step, min(limit, tile), lane,
+                         step, s);
       }
     }
     if (pass == 2) break;
@@ -378,7 +372,8 @@ template <typename T>
 bool plain(const NormFwdParams& p) {
   const auto dtype = [](DType d) { return d == dtype_of<T>::value || d == dtype_of<Paired<T>>::value; };
   const auto parameters = [&](const VectorIn& v) { return !v.data || (v.stride == 1 && dtype(v.dtype)); };
-  return unit_stride_rows(p.x) && unit_stride_rows(p.y) && dtype(p.y.dtype) && parameters(p.weight) && parameters(p.bias) &&
+  return unit_stride_rows(p.x) && unit_stride_rows(p.y) && dtype(p.y.dtype) && parameters(p.weight) &&
+         parameters(p.bias) &&
          (!p.residual.data || (unit_stride_rows(p.residual) && dtype(p.residual.dtype) && p.sum.data &&
                                unit_stride_rows(p.sum) && p.sum.dtype == p.residual.dtype));
 }
@@ -402,8 +397,7 @@ Status launch_norm_fwd(const NormFwdParams& p, cudaStream_t stream) {
   Status status;
   const Device* device = current_device(&status);
   if (!device) return status;
-  const RowsPlan plan =
-      plan_rows(RowsOp::kNormFwd, p.cols, p.x.dtype, p.x.dtype, layout_of(p.cols, p.x), device->arch);
+  const RowsPlan plan = plan_rows(RowsOp::kNormFwd, p.cols, p.x.dtype, p.x.dtype, layout_of(p.cols, p.x), device->arch);
   const TeamShape shape = team_shape(plan, p.cols);
   const size_t scratch = size_t(team_scratch_bytes(shape, p.x.dtype == DType::kFloat64 ? 8 : 4));
   const int64_t ctas = (p.rows + plan.rows_per_cta - 1) / plan.rows_per_cta;

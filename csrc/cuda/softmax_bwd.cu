@@ -1,12 +1,10 @@
 // softmax and log_softmax backward: dx = scale * y * (dy - sum(y * dy)), or for log: dx = scale * (dy - e^y * sum(dy)).
 //
 // Layout. Resident tiers: y and dy stay in registers as they are stored, 64 bytes of each per thread, and are widened
-// twice; each is read once. Streaming tier: read again for the second pass; also where dy and y differ in dtype. Columns
-// tier: as forward.
-// Synchronisation. One barrier (or cluster barrier) for the sum.
-// Skipped reads. Columns past the diagonal of a causal row.
-// Rounding points. The products and the sum (fp32, or fp64 for fp64 rows), dy - sum, its product with y and with scale;
-// then dx once, to its dtype.
+// twice; each is read once. Streaming tier: read again for the second pass; also where dy and y differ in dtype.
+// Columns tier: as forward. Synchronisation. One barrier (or cluster barrier) for the sum. Skipped reads. Columns past
+// the diagonal of a causal row. Rounding points. The products and the sum (fp32, or fp64 for fp64 rows), dy - sum, its
+// product with y and with scale; then dx once, to its dtype.
 #include "rows_common.cuh"
 
 namespace ampkernels::cuda {
@@ -28,16 +26,15 @@ __device__ __forceinline__ C gradient(C y, C dy, C sum, C scale, bool log) {
 
 // Unit-stride rows: the common case, and few instructions beside the arithmetic. kAligned: rows on 16 bytes, of whole
 // vectors.
-template <typename T, typename O, bool kAligned>
+template <typename T, typename O, bool kLog, bool kAligned>
 __global__ void __launch_bounds__(kRowsCtaThreads, kAligned ? 2 : 1)
     softmax_bwd_plain(const __grid_constant__ SoftmaxBwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
-  constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kSoftmaxBwd, T>;
-  extern __shared__ __align__(16) char scratch[];
+  constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
   grid_launch_dependents();
   grid_dependency_wait();
 
-  Team<C> team(shape, scratch);
+  Team<C> team(shape);
   const int64_t r = row_group_index(shape.cluster) * shape.rows_per_cta + team.slot;
   const bool active = r < p.rows;
   const int64_t row = active ? r : 0;
@@ -54,7 +51,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, kAligned ? 2 : 1)
     y.get(k, a);
     dy.get(k, b);
 #pragma unroll
-    for (int e = 0; e < V; ++e) a[e] = term(a[e], b[e], p.log);
+    for (int e = 0; e < V; ++e) a[e] = term(a[e], b[e], kLog);
     if (p.causal) {
       const int count = limit - (first + k * step) * V;
 #pragma unroll
@@ -63,33 +60,33 @@ __global__ void __launch_bounds__(kRowsCtaThreads, kAligned ? 2 : 1)
     sum[0] += tree(a, Sum{});
   }
   team.reduce(sum, Sum{}, C(0));
-  y.forget();
-  dy.forget();
-  store_unit_stride<kAligned, O, V, K, C>(
-      aligned_row(p.dx, row, sizeof(O)), first, step, active ? int(p.cols) : 0, team.lane, [&](int k, C(&dx)[V]) {
-        C a[V], b[V];
-        y.get(k, a);
-        dy.get(k, b);
+  y.forget(shape.zero);
+  dy.forget(shape.zero);
+  store_unit_stride<kAligned, O, V, K, C>(aligned_row(p.dx, row, sizeof(O)), first, step, active ? int(p.cols) : 0,
+                                          team.lane, [&](int k, C(&dx)[V]) {
+                                            C a[V], b[V];
+                                            y.get(k, a);
+                                            dy.get(k, b);
 #pragma unroll
-        for (int e = 0; e < V; ++e) dx[e] = gradient(a[e], b[e], sum[0], C(p.scale), p.log);
-        if (p.causal) {
-          const int count = limit - (first + k * step) * V;
+                                            for (int e = 0; e < V; ++e)
+                                              dx[e] = gradient(a[e], b[e], sum[0], C(p.scale), kLog);
+                                            if (p.causal) {
+                                              const int count = limit - (first + k * step) * V;
 #pragma unroll
-          for (int e = 0; e < V; ++e) dx[e] = e < count ? dx[e] : C(0);
-        }
-      });
+                                              for (int e = 0; e < V; ++e) dx[e] = e < count ? dx[e] : C(0);
+                                            }
+                                          });
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kRowsCtaThreads, 1)
     softmax_bwd_resident(const __grid_constant__ SoftmaxBwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
-  constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kSoftmaxBwd, T>;
-  extern __shared__ __align__(16) char scratch[];
+  constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
   grid_launch_dependents();
   grid_dependency_wait();
 
-  Team<C> team(shape, scratch);
+  Team<C> team(shape);
   const int64_t r = row_group_index(shape.cluster) * shape.rows_per_cta + team.slot;
   const bool active = r < p.rows;
   const int64_t row = active ? r : 0;
@@ -110,33 +107,31 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
     sum[0] += tree(a, Sum{});
   }
   team.reduce(sum, Sum{}, C(0));
-  y.forget();
-  dy.forget();
-  store_computed<T, V, K>(
-      row_pointer(p.dx, row), p.dx.dtype, p.dx.col_stride, first, step, active ? int(p.cols) : 0, team.lane, team.lanes,
-      [&](int k, C(&dx)[V]) {
-        C a[V], b[V];
-        y.get(k, a);
-        dy.get(k, b);
+  y.forget(shape.zero);
+  dy.forget(shape.zero);
+  store_computed<T, V, K>(row_pointer(p.dx, row), p.dx.dtype, p.dx.col_stride, first, step, active ? int(p.cols) : 0,
+                          team.lane, team.lanes, [&](int k, C(&dx)[V]) {
+                            C a[V], b[V];
+                            y.get(k, a);
+                            dy.get(k, b);
 #pragma unroll
-        for (int e = 0; e < V; ++e) dx[e] = gradient(a[e], b[e], sum[0], C(p.scale), p.log);
-        if (p.causal || p.log)  // padding is 0, and e^0 is not
+                            for (int e = 0; e < V; ++e) dx[e] = gradient(a[e], b[e], sum[0], C(p.scale), p.log);
+                            if (p.causal || p.log)  // padding is 0, and e^0 is not
 #pragma unroll
-          for (int e = 0; e < V; ++e) dx[e] = (first + k * step) * V + e < limit ? dx[e] : C(0);
-      });
+                              for (int e = 0; e < V; ++e) dx[e] = (first + k * step) * V + e < limit ? dx[e] : C(0);
+                          });
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kRowsCtaThreads)
     softmax_bwd_streaming(const __grid_constant__ SoftmaxBwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
-  constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kSoftmaxBwd, T>;
+  constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
   constexpr int kFar = 1 << 24;
-  extern __shared__ __align__(16) char scratch[];
   grid_launch_dependents();
   grid_dependency_wait();
 
-  Team<C> team(shape, scratch);
+  Team<C> team(shape);
   const int64_t r = int64_t(blockIdx.x) * shape.rows_per_cta + team.slot;
   const bool active = r < p.rows;
   const int64_t row = active ? r : 0, kept = active ? kept_columns(p, row) : 0;
@@ -206,7 +201,7 @@ __global__ void __launch_bounds__(32 * kColumnsMaxWarps)
   const char *y_row = row_pointer(p.y, at), *dy_row = row_pointer(p.dy, at);
 
   C y[E], dy[E];
-  const auto read = [&](const char* p_row, DType dtype, int64_t stride, int64_t begin, C (&v)[E]) {
+  const auto read = [&](const char* p_row, DType dtype, int64_t stride, int64_t begin, C(&v)[E]) {
     const auto fast = [&]<typename D>() {
       const D* q = reinterpret_cast<const D*>(p_row) + (begin + warp) * stride;
 #pragma unroll
@@ -296,10 +291,12 @@ Status launch_softmax_bwd(const SoftmaxBwdParams& p, cudaStream_t stream) {
           using P = Paired<T>;
           const bool aligned =
               p.cols % plan.vector == 0 && aligned_rows(p.y) && aligned_rows(p.dy) && aligned_rows(p.dx);
-          if (p.dx.dtype == dtype_of<T>::value)
-            return launch(aligned ? softmax_bwd_plain<T, T, true> : softmax_bwd_plain<T, T, false>);
-          if (p.dx.dtype == dtype_of<P>::value)
-            return launch(aligned ? softmax_bwd_plain<T, P, true> : softmax_bwd_plain<T, P, false>);
+          const auto pick = [&]<typename O>() {
+            if (p.log) return aligned ? softmax_bwd_plain<T, O, true, true> : softmax_bwd_plain<T, O, true, false>;
+            return aligned ? softmax_bwd_plain<T, O, false, true> : softmax_bwd_plain<T, O, false, false>;
+          };
+          if (p.dx.dtype == dtype_of<T>::value) return launch(pick.template operator()<T>());
+          if (p.dx.dtype == dtype_of<P>::value) return launch(pick.template operator()<P>());
         }
         return launch(softmax_bwd_resident<T>);
       }

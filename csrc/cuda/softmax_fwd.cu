@@ -1,12 +1,12 @@
 // softmax and log_softmax forward: y = e^(s - max) / sum(e^(s - max)), s = scale * x + mask, or s - max - log(sum).
 //
-// Layout. Resident tiers: a row's scores live in registers, in the compute type, 32 registers per thread (rows_common.cuh
-// deals the vectors). Streaming tier: one CTA per row, online maximum and sum, then a second reading. Columns tier: softmax
-// over a dimension that is not the last; a lane per row keeps the accesses coalesced, the warps of a CTA share the columns.
-// Synchronisation. One barrier (or cluster barrier) for the maximum, one for the sum.
+// Layout. Resident tiers: a row's scores live in registers, in the compute type, 32 registers per thread
+// (rows_common.cuh deals the vectors). Streaming tier: one CTA per row, online maximum and sum, then a second reading.
+// Columns tier: softmax over a dimension that is not the last; a lane per row keeps the accesses coalesced, the warps
+// of a CTA share the columns. Synchronisation. One barrier (or cluster barrier) for the maximum, one for the sum.
 // Skipped reads. Columns past the diagonal of a causal row, and vectors whose mask drops all of their elements.
-// Rounding points. s once (one fma), s - max, e^, the sum (fp32, or fp64 for fp64 rows), 1 / sum and the product; then y
-// once, to its dtype.
+// Rounding points. s once (one fma), s - max, e^, the sum (fp32, or fp64 for fp64 rows), 1 / sum and the product; then
+// y once, to its dtype.
 #include "rows_common.cuh"
 
 namespace ampkernels::cuda {
@@ -16,7 +16,8 @@ template <typename C>
 __device__ __forceinline__ C minus_infinity() {
   return -C(INFINITY);
 }
-// What a kept element counts for the maximum at least: a row that keeps something is thereby told from one that does not.
+// What a kept element counts for the maximum at least: a row that keeps something is thereby told from one that does
+// not.
 template <typename C>
 __device__ __forceinline__ C lowest() {
   return sizeof(C) == 8 ? C(-1.7976931348623157e308) : C(-3.402823466e38f);
@@ -139,18 +140,17 @@ struct Finish {
   }
 };
 
-// Unit-stride rows without a mask: the common case, and few instructions beside the arithmetic. kAligned: rows on 16 bytes,
-// of whole vectors.
+// Unit-stride rows without a mask: the common case, and few instructions beside the arithmetic. kAligned: rows on 16
+// bytes, of whole vectors.
 template <typename T, typename O, bool kLog, bool kAligned>
 __global__ void __launch_bounds__(kRowsCtaThreads, kAligned ? 2 : 1)
     softmax_fwd_plain(const __grid_constant__ SoftmaxFwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
-  constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kSoftmaxFwd, T>;
-  extern __shared__ __align__(16) char scratch[];
+  constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
   grid_launch_dependents();
   grid_dependency_wait();
 
-  Team<C> team(shape, scratch);
+  Team<C> team(shape);
   const int64_t r = row_group_index(shape.cluster) * shape.rows_per_cta + team.slot;
   const bool active = r < p.rows;
   const int64_t row = active ? r : 0;
@@ -198,8 +198,8 @@ __global__ void __launch_bounds__(kRowsCtaThreads, kAligned ? 2 : 1)
   }
   team.reduce(sum, Sum{}, C(0));
   const C factor = kLog ? ::log(sum[0]) : C(1) / sum[0];
-  store_unit_stride<kAligned, O, V, K, C>(aligned_row(p.y, row, sizeof(O)), first, step, active ? int(p.cols) : 0, team.lane,
-                                          [&](int k, C(&y)[V]) {
+  store_unit_stride<kAligned, O, V, K, C>(aligned_row(p.y, row, sizeof(O)), first, step, active ? int(p.cols) : 0,
+                                          team.lane, [&](int k, C(&y)[V]) {
 #pragma unroll
                                             for (int i = 0; i < V; ++i)
                                               y[i] = kLog ? (s[k][i] - largest[0]) - factor : s[k][i] * factor;
@@ -211,18 +211,18 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
     softmax_fwd_resident(const __grid_constant__ SoftmaxFwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
   constexpr int V = kVector<T>;
-  constexpr int K = kVectorsPerThread<RowsOp::kSoftmaxFwd, T>;
-  extern __shared__ __align__(16) char scratch[];
+  constexpr int K = kRowsVectorsPerThread;
   grid_launch_dependents();
   grid_dependency_wait();
 
-  Team<C> team(shape, scratch);
+  Team<C> team(shape);
   const int64_t row = row_group_index(shape.cluster) * shape.rows_per_cta + team.slot;
   const bool active = row < p.rows;
   const int first = team.first(K), step = team.lanes;
 
   C s[K][V];
-  C largest[1] = {load_scores<T, kMasked>(p, active ? row : 0, 0, first, step, active ? int(kept_columns(p, row)) : 0, s)};
+  C largest[1] = {
+      load_scores<T, kMasked>(p, active ? row : 0, 0, first, step, active ? int(kept_columns(p, row)) : 0, s)};
   team.reduce(largest, Max{}, minus_infinity<C>());
   const C max = Finish<T, kMasked>::shift(largest[0]);
   const RowExp<C> row_exp(max);
@@ -256,13 +256,12 @@ template <typename T>
 __global__ void __launch_bounds__(kRowsCtaThreads)
     softmax_fwd_streaming(const __grid_constant__ SoftmaxFwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
-  constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kSoftmaxFwd, T>;
+  constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
   constexpr int kFar = 1 << 24;  // more columns than a tile, few enough for 32-bit byte offsets
-  extern __shared__ __align__(16) char scratch[];
   grid_launch_dependents();
   grid_dependency_wait();
 
-  Team<C> team(shape, scratch);
+  Team<C> team(shape);
   const int64_t r = int64_t(blockIdx.x) * shape.rows_per_cta + team.slot;
   const bool active = r < p.rows;
   const int64_t row = active ? r : 0, kept = active ? kept_columns(p, row) : 0;
@@ -272,8 +271,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads)
 #pragma unroll 1
   for (int64_t begin = 0; begin < kept; begin += tile) {
     C s[K][V];
-    const C top =
-        load_scores<T, true>(p, row, begin, team.lane, team.lanes, int(min(kept - begin, int64_t(kFar))), s);
+    const C top = load_scores<T, true>(p, row, begin, team.lane, team.lanes, int(min(kept - begin, int64_t(kFar))), s);
     if (top > largest[0]) {
       sum[0] *= exp_of(largest[0] - top);
       largest[0] = top;
@@ -307,8 +305,8 @@ __global__ void __launch_bounds__(kRowsCtaThreads)
   }
 }
 
-// Lane l of every warp works on row 32 * blockIdx.x + l; warp w takes columns w, w + warps, ... A row of one tile stays in
-// registers between the passes.
+// Lane l of every warp works on row 32 * blockIdx.x + l; warp w takes columns w, w + warps, ... A row of one tile stays
+// in registers between the passes.
 template <typename T>
 __global__ void __launch_bounds__(32 * kColumnsMaxWarps)
     softmax_fwd_columns(const __grid_constant__ SoftmaxFwdParams p, const int warps) {
