@@ -10,6 +10,7 @@ The operators have no autograd; the public way to them is `functional.py`, throu
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from torch import Tensor
 
 _load_error: ImportError | None = None
 try:
-    import ampkernels._C  # type: ignore[import-not-found]  # noqa: F401  (registers the operators)
+    importlib.import_module("ampkernels._C")  # registers the operators; by name, as type checkers may not find it
 except ImportError as error:
     _load_error = error
 

@@ -67,6 +67,9 @@ class Accumulate:
 
 FP32 = Accumulate()
 _context: ContextVar[Accumulate] = ContextVar("ampkernels.accumulate", default=FP32)
+# Whether an `accumulate` block was ever entered: until then nobody asks the ContextVar, which torch.compile before 2.12
+# cannot trace. It stays true after the block, whose context may live on in a task that was started inside.
+_entered = False
 
 
 @contextlib.contextmanager
@@ -75,29 +78,25 @@ def accumulate(policy: Accumulate | str) -> Iterator[Accumulate]:
 
     A call's own `accumulate=` argument, and a module's, still win over it.
     """
+    global _entered
     token = _context.set(Accumulate.parse(policy))
+    _entered = True
     try:
         yield _context.get()
     finally:
         _context.reset(token)
 
 
-def resolve(op: str, argument: Accumulate | str | None, dtype: torch.dtype, device_type: str) -> Accumulate:
+def resolve(op: str, argument: Accumulate | str | None, dtype: torch.dtype) -> Accumulate:
     """The policy in force for a call of `op` that computes in `dtype`; raises if there is no such kernel."""
-    policy = _context.get() if argument is None else Accumulate.parse(argument)
+    in_force = _context.get() if _entered else FP32
+    policy = in_force if argument is None else Accumulate.parse(argument)
     if policy is FP32 or policy == FP32:
         return FP32
     if policy.dtype == torch.float16 and dtype != torch.float16:
         raise ValueError(
             f"{op}: accumulate must be fp32 for inputs of {dtype}, got {policy}, which takes float16 inputs only"
         )
-    if dtype not in (torch.float16, torch.bfloat16) or device_type != "cpu":
-        _supported(op, policy, device_type)
+    if dtype not in (torch.float16, torch.bfloat16):  # a library's products, whose tree is the library's
+        raise NotImplementedError(f"{op}: accumulate must be 'fp32' for inputs of {dtype}, got '{policy}'")
     return policy
-
-
-def _supported(op: str, policy: Accumulate, device_type: str) -> None:
-    """The one place that says which policies have kernels."""
-    raise NotImplementedError(
-        f"{op}: accumulate must be 'fp32' on {device_type} in this version, got '{policy}', which has no kernel yet"
-    )

@@ -33,13 +33,19 @@ def gemm_dtype(device_type: str, input: torch.dtype, *weights: torch.dtype) -> t
     return input
 
 
+# rms_norm came to CUDA autocast's fp32 list after torch 2.11; before, eager's result has the input's dtype.
+_NOT_FP32 = frozenset(
+    op for op in ("rms_norm",) if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", "AutocastCUDA")
+)
+
+
 def rows_dtype(
-    device_type: str, input: torch.dtype, out_dtype: torch.dtype | Literal["autocast"] | None
+    op: str, device_type: str, input: torch.dtype, out_dtype: torch.dtype | Literal["autocast"] | None
 ) -> torch.dtype:
     """The output dtype of a row op; `"autocast"` means the autocast dtype, and the input's own outside autocast."""
     if out_dtype is None:
         on_cuda = device_type == "cuda" and input != torch.float64 and _enabled("cuda")
-        return torch.float32 if on_cuda else input
+        return torch.float32 if on_cuda and op not in _NOT_FP32 else input
     if out_dtype == "autocast":
         return torch.get_autocast_dtype(device_type) if _enabled(device_type) and input != torch.float64 else input
     return out_dtype

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import autocast, functional
-from .accumulate import Accumulate, resolve
+from .accumulate import FP32, Accumulate, resolve
 
 try:
     from . import _plan  # type: ignore[attr-defined]
@@ -116,18 +116,16 @@ def _affine(
     device = functional._check_tensors(op, ("input", "weight", "bias"), (input, weight, bias))
     getattr(functional, op)(*_shapes(input, weight, bias), activation=activation, out_dtype=out_dtype)
     dtype = autocast.gemm_dtype(device, input.dtype, weight.dtype) or functional._refuse_mix(op, input, weight=weight)
-    policy = resolve(op, accumulate, dtype, device)
+    policy = resolve(op, accumulate, dtype)
     out = out_dtype or dtype
     training = functional._needs_grad(input, weight, bias)
     gated = op == "gated_linear"
     fused = not gated and not (training and activation not in (None, "relu")) and out == dtype
-    m = input.numel() // max(input.shape[-1], 1)
-    shape = (m, weight.shape[0], weight.shape[1])
     result = Explanation(
         op,
         device,
-        _gemm_path(device, dtype, fused and activation in _ONEDNN_ACTIVATIONS),
-        _gemm_plan(input, shape, dtype, policy, "gated" if gated else "linear"),
+        _gemm_path(device, dtype, policy, fused and activation in _ONEDNN_ACTIVATIONS),
+        _gemm_plan(input, _operand(input, dtype), weight, dtype, policy, activation, "gated" if gated else "linear"),
         policy,
         _dtypes({"input": input, "weight": weight, "bias": bias}, dtype, out),
     )
@@ -151,18 +149,18 @@ def _mlp(
     dtype = autocast.gemm_dtype(device, input.dtype, w1.dtype, w2.dtype) or functional._refuse_mix(
         "mlp", input, w1=w1, w2=w2
     )
-    policy = resolve("mlp", accumulate, dtype, device)
+    policy = resolve("mlp", accumulate, dtype)
     training = functional._needs_grad(input, w1, b1, w2, b2)
     fused = not (training and activation not in (None, "relu"))
-    m = input.numel() // max(input.shape[-1], 1)
+    hidden = (True, w1.shape[0] % 8 == 0)
     plans = [
-        f"{name}: {_gemm_plan(input, (m, w.shape[0], w.shape[1]), dtype, policy, 'linear')}"
-        for name, w in (("w1", w1), ("w2", w2))
+        "w1: " + _gemm_plan(input, _operand(input, dtype), w1, dtype, policy, activation),
+        "w2: " + _gemm_plan(input, hidden, w2, dtype, policy),
     ]
     result = Explanation(
         "mlp",
         device,
-        _gemm_path(device, dtype, fused and activation in _ONEDNN_ACTIVATIONS) + ", twice",
+        _gemm_path(device, dtype, policy, fused and activation in _ONEDNN_ACTIVATIONS) + ", twice",
         "\n".join(plans),
         policy,
         _dtypes({"input": input, "w1": w1, "b1": b1, "w2": w2, "b2": b2}, dtype, dtype),
@@ -173,7 +171,9 @@ def _mlp(
     return result
 
 
-def _gemm_path(device: str, dtype: torch.dtype, fused: bool) -> str:
+def _gemm_path(device: str, dtype: torch.dtype, policy: Accumulate, fused: bool) -> str:
+    if device == "cpu" and policy != FP32:
+        return "our emulation of the GPU's sums, with the whole epilogue fused"
     if device == "cuda" and dtype in _16_BIT:
         return "our tensor-core GEMM with the whole epilogue fused"
     if device == "cuda":
@@ -184,16 +184,48 @@ def _gemm_path(device: str, dtype: torch.dtype, fused: bool) -> str:
 
 
 def _gemm_plan(
-    input: Tensor, shape: tuple[int, int, int], dtype: torch.dtype, policy: Accumulate, epilogue: str
+    input: Tensor,
+    a: tuple[bool, bool],
+    weight: Tensor,
+    dtype: torch.dtype,
+    policy: Accumulate,
+    activation: str | None = None,
+    epilogue: str = "linear",
 ) -> str:
-    m, n, k = shape
+    """The plan of the GEMM of `input`'s rows, an operand that lies as `a` says, and `weight`."""
+    m = input.numel() // max(input.shape[-1], 1)
+    n, k = weight.shape
+    problem = f"M = {m}, N = {n}, K = {k}: "
     if not (input.is_cuda and dtype in _16_BIT):
-        return f"M = {m}, N = {n}, K = {k}: the library's"
+        return problem + "the library's"
     if _plan is None or not hasattr(_plan, "gemm_plan"):
-        return f"M = {m}, N = {n}, K = {k}: plan not built"
-    acc = "fp32" if policy.dtype == torch.float32 else "fp16"
-    a_kmajor = input.stride(-1) == 1
-    return str(_plan.gemm_plan(m, n, k, _short(dtype), acc, policy.chunk or 0, a_kmajor, True, epilogue, _arch(input)))
+        return problem + "plan not built"
+    (a_kmajor, a_aligned), (b_kmajor, b_aligned) = a, _operand(weight, dtype)
+    arch = _arch(input)
+    text = _plan.gemm_plan(
+        m=m,
+        n=n,
+        k=k,
+        dtype=_short(dtype),
+        acc=_short(policy.dtype),
+        chunk=policy.chunk or 0,
+        a_kmajor=a_kmajor,
+        b_kmajor=b_kmajor,
+        aligned=a_aligned and b_aligned,
+        epilogue=epilogue,
+        arch=arch,
+        sms=torch.cuda.get_device_properties(input.device).multi_processor_count,
+        activated=activation not in (None, "relu"),
+    )
+    return problem + ("the sm_90a kernel where it takes these operands, else " if arch == 90 else "") + str(text)
+
+
+def _operand(tensor: Tensor, dtype: torch.dtype) -> tuple[bool, bool]:
+    """Whether a GEMM operand is K-major, and whether its 16-byte pieces are aligned; a cast one is a new tensor."""
+    if tensor.dim() == 1 or tensor.dtype != dtype:
+        return True, tensor.dim() == 1 or tensor.shape[-1] % 8 == 0
+    kmajor = tensor.stride(-1) == 1
+    return kmajor, tensor.data_ptr() % 16 == 0 and tensor.stride(-2 if kmajor else -1) % 8 == 0
 
 
 def _gemm_rounding(
@@ -209,8 +241,8 @@ def _gemm_rounding(
     policy = result.accumulate
     sums = "fp64" if dtype == torch.float64 else str(policy)
     result.rounding.append(f"products exact, sums in {sums}" if dtype in _16_BIT else f"products and sums in {sums}")
-    by_library = device == "cpu" and not (fused and activation in _ONEDNN_ACTIVATIONS)
-    if by_library and dtype in _16_BIT and result.dtypes["output"] in _16_BIT and (activation or gated):
+    by_library = device == "cpu" and policy == FP32 and not (fused and activation in _ONEDNN_ACTIVATIONS)
+    if by_library and dtype in _16_BIT and result.dtypes["output"] == dtype and (activation or gated):
         result.rounding.append(f"the pre-activation is rounded to {_short(dtype)} before the activation")
     result.rounding.append(f"bias and activation in {wide}, output rounded once to {_short(result.dtypes['output'])}")
     if training:
@@ -231,9 +263,10 @@ def _gemm_notes(
             result.notes.append(f"{name} is cast to {_short(dtype)} in every call (autocast; no cache)")
         elif tensor.dim() > 1 and tensor.stride(-1) != 1 and not (tensor.dim() == 2 and tensor.stride(0) == 1):
             result.notes.append(f"{name} has no unit stride: copied once")
-    if device == "cpu" and dtype in _16_BIT and out not in _16_BIT:
-        result.notes.append("output is wider than the operands: they are widened to fp32 (exact) for the library")
-    if device == "cpu" and training and dtype in _16_BIT:
+    by_library = device == "cpu" and dtype in _16_BIT and result.accumulate == FP32
+    if by_library and out != dtype:
+        result.notes.append("output is not of the operands' dtype: they are widened to fp32 (exact) for the library")
+    if by_library and training:
         result.notes.append(
             f"dinput and dweight are in the library's output dtype, {_short(dtype)}, before any widening"
         )

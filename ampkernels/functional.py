@@ -59,13 +59,13 @@ def linear(
         TypeError: for a dtype that is not one of the four, or weight and input differing outside autocast.
         ValueError: for shapes that do not fit, devices that differ or are neither CPU nor CUDA, an unknown activation,
             or fp16 accumulators with inputs that are not fp16.
-        NotImplementedError: for a policy that has no kernel yet.
+        NotImplementedError: for a policy other than fp32 with fp32 or fp64 inputs, whose products are a library's.
     """
     device = _check_tensors("linear", ("input", "weight", "bias"), (input, weight, bias))
     _check_affine("linear", "in", _inner("linear", input), "weight", "out", weight, "bias", bias)
     dtype = autocast.gemm_dtype(device, input.dtype, weight.dtype) or _refuse_mix("linear", input, weight=weight)
     number = _activation("linear", activation)
-    policy = resolve("linear", accumulate, dtype, device)
+    policy = resolve("linear", accumulate, dtype)
     out_dtype = dtype if out_dtype is None else _out_dtype("linear", out_dtype)
     arguments = (input, weight, bias, number, policy.dtype, policy.chunk or 0, dtype, out_dtype)
     if _needs_grad(input, weight, bias):
@@ -104,7 +104,7 @@ def gated_linear(
         raise ValueError(f"gated_linear: weight must have shape (2 F, in) with an even 2 F, got {_shape(weight)}")
     dtype = autocast.gemm_dtype(device, input.dtype, weight.dtype) or _refuse_mix("gated_linear", input, weight=weight)
     number = _activation("gated_linear", activation)
-    policy = resolve("gated_linear", accumulate, dtype, device)
+    policy = resolve("gated_linear", accumulate, dtype)
     out_dtype = dtype if out_dtype is None else _out_dtype("gated_linear", out_dtype)
     arguments = (input, weight, bias, number, policy.dtype, policy.chunk or 0, dtype, out_dtype)
     if _needs_grad(input, weight, bias):
@@ -142,7 +142,7 @@ def mlp(
     _check_affine("mlp", "hidden", w1.shape[0], "w2", "out", w2, "b2", b2)
     dtype = autocast.gemm_dtype(device, input.dtype, w1.dtype, w2.dtype) or _refuse_mix("mlp", input, w1=w1, w2=w2)
     number = _activation("mlp", activation)
-    policy = resolve("mlp", accumulate, dtype, device)
+    policy = resolve("mlp", accumulate, dtype)
     arguments = (input, w1, b1, w2, b2, number, policy.dtype, policy.chunk or 0, dtype)
     if _needs_grad(input, w1, b1, w2, b2):
         return MLP[device].apply(*arguments)  # type: ignore[no-any-return]
@@ -404,7 +404,7 @@ def _check_rows_dtype(op: str, out_dtype: OutDtype) -> OutDtype:
 
 
 def _rows_dtype(op: str, device: str, input: Tensor, out_dtype: OutDtype) -> torch.dtype:
-    return autocast.rows_dtype(device, input.dtype, _check_rows_dtype(op, out_dtype))
+    return autocast.rows_dtype(op, device, input.dtype, _check_rows_dtype(op, out_dtype))
 
 
 def _dim(op: str, input: Tensor, dim: int) -> int:

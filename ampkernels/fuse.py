@@ -40,6 +40,8 @@ _FUSED: dict[type[nn.Module], tuple[type[nn.Module], dict[str, Any]]] = {
 # Where a fused module keeps what `unfuse` needs: (its class before, the attributes added).
 _BEFORE = "_ampkernels_before"
 
+_KINDS: tuple[type[nn.Module], ...] = tuple(_FUSED)
+
 
 class AbsorbedActivation(nn.Module):
     """Stands where an activation was whose linear now computes it: returns its input."""
@@ -134,7 +136,7 @@ def fuse(
     report = FusionReport()
     chosen: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
-        if not isinstance(module, tuple(_FUSED)) or hasattr(module, _BEFORE):
+        if not isinstance(module, _KINDS) or hasattr(module, _BEFORE):
             continue
         reason = _reason_to_leave(module)
         if include is not None and not included(name, module):
@@ -184,20 +186,20 @@ def _swap(module: nn.Module, after: type[nn.Module], attributes: dict[str, Any])
 def _matcher(selectors: Any, argument: str) -> Callable[[str, nn.Module], bool]:
     if selectors is None or isinstance(selectors, str | type) or callable(selectors):
         selectors = [] if selectors is None else [selectors]
-    tests: list[Callable[[str, nn.Module], bool]] = []
-    for selector in selectors:
-        if isinstance(selector, str):
-            tests.append(lambda name, _, glob=selector: fnmatch.fnmatchcase(name, glob))
-        elif isinstance(selector, type):
-            tests.append(lambda _, module, cls=selector: isinstance(module, cls))
-        elif callable(selector):
-            tests.append(selector)
-        else:
-            raise TypeError(
-                f"fuse: {argument} must be a glob, a module class or a function of (name, module), "
-                f"got {type(selector).__name__}"
-            )
+    tests = [_test(selector, argument) for selector in selectors]
     return lambda name, module: any(test(name, module) for test in tests)
+
+
+def _test(selector: Selector, argument: str) -> Callable[[str, nn.Module], bool]:
+    if isinstance(selector, str):
+        return lambda name, _: fnmatch.fnmatchcase(name, selector)
+    if isinstance(selector, type):
+        return lambda _, module: isinstance(module, selector)
+    if callable(selector):
+        return selector
+    raise TypeError(
+        f"fuse: {argument} must be a glob, a module class or a function of (name, module), got {type(selector).__name__}"
+    )
 
 
 def _reason_to_leave(module: nn.Module) -> str | None:

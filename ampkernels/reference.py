@@ -323,8 +323,9 @@ def softmax_bound(y: Tensor, dtype: torch.dtype, out_dtype: torch.dtype, *, leng
     """
     u = UNIT_ROUNDOFF[compute_dtype(dtype)]
     y = y.detach().double().abs()
-    # An exp below the smallest normal number has the spacing of the subnormals.
-    return (gamma(length + 16, u) + 8 * u * spread) * y + rounding(y, out_dtype) + 2 * _SMALLEST[compute_dtype(dtype)]
+    # An exp below the smallest normal number may be flushed to 0.
+    flush = torch.finfo(compute_dtype(dtype)).smallest_normal
+    return (gamma(length + 16, u) + 8 * u * spread) * y + rounding(y, out_dtype) + flush
 
 
 def log_softmax_bound(y: Tensor, dtype: torch.dtype, out_dtype: torch.dtype, *, length: int, spread: float) -> Tensor:

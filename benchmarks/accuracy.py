@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from benchmarks import errors, oracle
 from benchmarks.ops import shape_name
-from benchmarks.providers import Provider
+from benchmarks.providers import Provider, with_fp16_accumulation
 from benchmarks.records import Row
 from benchmarks.runner import dtype_name, failure
 
@@ -45,7 +46,7 @@ def tasks(
         for data in DATA:
             for k in lengths:
                 title = f"numerics {data} K={k} {dtype_name(dtype)}"
-                yield title, lambda args=(device, dtype, data, k, names, accumulates): _rows(*args)
+                yield title, partial(_rows, device, dtype, data, k, names, accumulates)
 
 
 def _inputs(data: str, k: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,7 +88,7 @@ def _candidates(
         else:
             yield _Candidate("eager", "library", lambda x, w: torch.mm(x, w.t()))
         if device.type == "cuda" and dtype is torch.float16:
-            yield _Candidate("eager", "fp16", _fp16_product)
+            yield _Candidate("eager", "fp16", with_fp16_accumulation(lambda x, w: torch.mm(x, w.t())))
     if "ampkernels" in names:
         for accumulate in accumulates:
             if not accumulate.startswith("fp16") or dtype is torch.float16:
@@ -101,13 +102,3 @@ def _ours(accumulate: str) -> Product:
         return ak.linear(x, w, accumulate=accumulate, out_dtype=torch.float32)
 
     return product
-
-
-def _fp16_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_fp16_accumulation
-    matmul.allow_fp16_accumulation = True
-    try:
-        return torch.mm(x, w.t())
-    finally:
-        matmul.allow_fp16_accumulation = before

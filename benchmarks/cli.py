@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,9 +19,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from benchmarks import suites
 from benchmarks.ops import DIRECTIONS
 from benchmarks.providers import PROVIDERS, Compile, Provider, find_provider
-from benchmarks.records import CsvWriter, Environment, Row, environment
+from benchmarks.records import CsvWriter, Row, environment
 from benchmarks.roofs import Roof, Roofs
-from benchmarks.runner import OpRunner, dtype_name
+from benchmarks.runner import OpRunner, Point, dtype_name
 from benchmarks.tables import print_rows
 from benchmarks.timing import Budget
 
@@ -38,13 +41,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _plot(arguments[1:])
     if arguments[:1] == ["report"]:
         return _report(arguments[1:])
+    if arguments[:1] == ["compare"]:
+        return _compare(arguments[1:])
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
         if options.list:
             print_list(Console())
             return 0
-        return Run(options).execute()
+        run = Run(options)
+        if options.precompile_share:
+            return run.compile_share(options.precompile_share)
+        if options.precompile:
+            precompile(arguments, options.precompile)
+        return run.execute()
     except (ValueError, RuntimeError) as error:
         parser.error(str(error))
 
@@ -53,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Speed and error against float64 of ampkernels and its peers, side by side.",
-        epilog="Also: `python -m benchmarks plot DIR` and `python -m benchmarks report DIR`.",
+        epilog="Without a suite: all --quick. Also: `python -m benchmarks plot DIR`, `report DIR`, `compare CSV CSV`.",
     )
     parser.add_argument("suite", nargs="*", help=f"{', '.join(suites.SUITES)}, or all")
     parser.add_argument("--quick", action="store_true", help="few shapes, short measurements: under a minute on a GPU")
@@ -64,6 +74,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--providers", type=_names, help="comma-separated; default: all that are installed")
     parser.add_argument("--accumulate", type=_names, help="policies of ours to measure, e.g. fp32,fp32/512,fp16/128")
     parser.add_argument("--compile-mode", default="default", help="mode of torch.compile")
+    parser.add_argument(
+        "--precompile", type=int, default=0, metavar="N", help="first fill the compilers' caches with N processes"
+    )
+    parser.add_argument("--precompile-share", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="folder for the CSV; default build/benchmarks/<device>")
     parser.add_argument("--commit", help="written into the rows where the checkout has no git history")
     parser.add_argument("--list", action="store_true", help="list suites, shapes and providers, and stop")
@@ -83,15 +97,13 @@ class Run:
 
     def __init__(self, options: argparse.Namespace, console: Console | None = None) -> None:
         self.console = console or Console(width=None if sys.stdout.isatty() else 160)
-        if not options.suite:
-            raise ValueError(f"name a suite: {', '.join((*suites.SUITES, 'all'))}")
-        self.suites = suites.check_suites(options.suite)
+        self.suites = suites.check_suites(options.suite or ["all"])
         self.device = _device(options.device)
         self.dtypes = _dtypes(options.dtype)
         self.directions = DIRECTIONS if options.direction == "both" else (options.direction,)
-        self.quick: bool = options.quick
+        self.quick: bool = options.quick or not options.suite
         self.shapes: list[str] | None = options.shapes
-        self.providers = _providers(options.providers)
+        self.providers = _providers(options.providers, self.quick)
         default = QUICK_ACCUMULATE if self.quick else DEFAULT_ACCUMULATE
         self.accumulates = _accumulates(options.accumulate) if options.accumulate else default
         Compile.mode = options.compile_mode
@@ -131,20 +143,45 @@ class Run:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, TimeElapsedColumn(), console=self.console, transient=True) as progress:
             bar = progress.add_task("", total=len(tasks))
-            for name, task in tasks:
+            for number, (name, task) in enumerate(tasks, 1):
                 progress.update(bar, description=name)
+                start = time.perf_counter()
                 rows = list(task())
+                if not self.console.is_terminal:  # a log instead of a bar
+                    seconds = time.perf_counter() - start
+                    self.console.print(
+                        f"[{number}/{len(tasks)}] {name}: {seconds:.1f} s", highlight=False, markup=False
+                    )
+                if number == 1:
+                    gc.freeze()  # what the imports left behind need not be walked through after every point
                 yield [_roof_row(roof) for roof in self.roofs.take_fresh()] + rows
                 progress.advance(bar)
 
+    def compile_share(self, share: str) -> int:
+        """One process of `precompile`: every N-th point, starting with the I-th, of those that something compiles."""
+        index, count = map(int, share.split("/"))
+        compilers = [
+            p for p in self.providers if p.name in ("compile", "quack", "quack_mm") and not p.missing(self.device)
+        ]
+        runner = self._runner(compilers)
+        points = [point for suite in self.suites if suite in suites.OP_SUITES for point in self._points(suite)]
+        for point in points[index::count]:
+            runner.compile(point)
+        return 0
+
+    def _runner(self, providers: Sequence[Provider]) -> OpRunner:
+        return OpRunner(self.device, providers, self.accumulates, self.budget, self.roofs)
+
+    def _points(self, suite: str) -> list[Point]:
+        return suites.op_points(suite, self.device, self.dtypes, self.directions, self.shapes, self.quick)
+
     def tasks(self) -> Iterator[Task]:
         """The run's steps in order. Suites that need more than operations are imported only when asked for."""
-        runner = OpRunner(self.device, self.providers, self.accumulates, self.budget, self.roofs)
+        runner = self._runner(self.providers)
         for suite in self.suites:
             if suite in suites.OP_SUITES:
-                shapes, quick = self.shapes, self.quick
-                for point in suites.op_points(suite, self.device, self.dtypes, self.directions, shapes, quick):
-                    yield str(point), lambda point=point: runner.run(point)
+                for point in self._points(suite):
+                    yield str(point), partial(runner.run, point)
             elif suite == "model":
                 from benchmarks import models
 
@@ -157,6 +194,17 @@ class Run:
                 from benchmarks import accuracy
 
                 yield from accuracy.tasks(self.device, self.dtypes, self.providers, self.accumulates, self.quick)
+
+
+def precompile(arguments: Sequence[str], processes: int) -> None:
+    """Runs this command's compilations in parallel: torch.compile and QuACK keep theirs on disk, and find them again."""
+    command = [sys.executable, "-m", "benchmarks", *arguments]
+    workers = [
+        subprocess.Popen([*command, "--precompile-share", f"{i}/{processes}"], stdout=subprocess.DEVNULL)
+        for i in range(processes)
+    ]
+    for worker in workers:
+        worker.wait()
 
 
 def _roof_row(roof: Roof) -> Row:
@@ -193,9 +241,9 @@ def _dtypes(names: Sequence[str] | str) -> list[torch.dtype]:
     return [DTYPES[name] for name in names]
 
 
-def _providers(names: Sequence[str] | None) -> list[Provider]:
+def _providers(names: Sequence[str] | None, quick: bool) -> list[Provider]:
     if names is None:
-        return list(PROVIDERS.values())
+        return [provider for provider in PROVIDERS.values() if not (quick and provider.slow_start)]
     return list(dict.fromkeys(find_provider(name) for name in names))
 
 
@@ -233,6 +281,26 @@ def _plot(arguments: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return 0
+
+
+def _compare(arguments: Sequence[str]) -> int:
+    from benchmarks import compare
+
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks compare",
+        description="How well the ratios of two runs agree; exits with 1 if they do not.",
+    )
+    parser.add_argument("first", type=Path)
+    parser.add_argument("second", type=Path)
+    parser.add_argument("--within", type=float, default=0.03, help="relative difference allowed; default 0.03")
+    parser.add_argument("--above-us", type=float, default=1000.0, help="of points that take longer; default 1000")
+    options = parser.parse_args(arguments)
+    try:
+        lines, agree = compare.ratios(options.first, options.second, options.within, options.above_us)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print("\n".join(lines))
+    return 0 if agree else 1
 
 
 def _report(arguments: Sequence[str]) -> int:

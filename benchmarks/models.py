@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,8 +43,8 @@ class Model:
     module: str  # the package it needs
     build: Callable[[Size], nn.Module]
     input: Callable[[Size, torch.device], torch.Tensor]
-    forward: Callable[[nn.Module, torch.Tensor], torch.Tensor]
-    blocks: Callable[[nn.Module], Sequence[nn.Module]]
+    forward: Callable[[Any, torch.Tensor], torch.Tensor]
+    blocks: Callable[[Any], Sequence[nn.Module]]
     full: Size
     small: Size  # for --quick and the CPU
 
@@ -72,7 +73,7 @@ def _llama(size: Size) -> nn.Module:
 def _bert(size: Size) -> nn.Module:
     from transformers import BertConfig, BertModel
 
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    dropout: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return BertModel(BertConfig(num_hidden_layers=size.layers, **dropout), add_pooling_layer=False)
 
 
@@ -89,8 +90,9 @@ def _embeddings(width: int) -> Callable[[Size, torch.device], torch.Tensor]:
     return make
 
 
-def _hidden(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(inputs_embeds=x).last_hidden_state
+def _hidden(model: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden: torch.Tensor = model(inputs_embeds=x).last_hidden_state
+    return hidden
 
 
 MODELS: dict[str, Model] = {
@@ -153,8 +155,9 @@ def tasks(
         if name not in MODELS:
             raise ValueError(f"model: unknown shape {name!r}; valid: {', '.join(MODELS)}")
     small = quick or device.type == "cpu"
+    chosen = names if names is not None else ["gpt2-small"] if quick else MODELS
     for model in MODELS.values():
-        if names is None or model.name in names:
+        if model.name in chosen:
             for dtype in dtypes:
                 if dtype is torch.float32:
                     continue  # AMP has no fp32 mode
@@ -162,7 +165,7 @@ def tasks(
                 kinds = ["fwd"] if "fwd" in directions else []
                 kinds += ["step"] if "bwd" in directions else []
                 variants = VARIANTS[:2] if quick else VARIANTS
-                yield f"model {model.name} {dtype_name(dtype)}", lambda run=run, k=kinds, v=variants: run.rows(k, v)
+                yield f"model {model.name} {dtype_name(dtype)}", partial(run.rows, kinds, variants)
 
 
 class _Run:
@@ -175,7 +178,8 @@ class _Run:
         rows: list[Row] = []
         try:
             torch.manual_seed(0)
-            master = self.model.build(self.size).to(self.device)
+            with torch.device(self.device):  # initialised there: half a billion weights take seconds on a CPU
+                master = self.model.build(self.size)
             x = self.model.input(self.size, self.device)
             reference = self._reference(master, x[:1])
         except Exception as error:
@@ -301,5 +305,3 @@ class _Run:
         call()
         torch.cuda.synchronize(self.device)
         return (torch.cuda.max_memory_allocated(self.device) - before) / 2**20
-
-

@@ -105,12 +105,12 @@ def _main_dtype(rows: Iterable[Row]) -> str | None:
 
 def roofline(rows: list[Row]) -> Any:
     """Achieved rate over arithmetic intensity for GEMMs, over bytes moved for rows, under the run's own roofs."""
-    dtype = _main_dtype(rows)
+    dtype = _main_dtype(rows) or ""
     roofs = {(r.roof, r.dtype): r for r in rows if r.op == "roof"}
     points = [r for r in rows if r.dtype == dtype and finite(r.median_us) and r.status == "ok" and r.op in OPS]
     if not points:
         return None
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5))
+    figure, (left, *row_axes) = plt.subplots(1, 3, figsize=(16, 4.8), width_ratios=(1.3, 1, 1))
     gemm, read, copy = roofs.get(("gemm", dtype)), roofs.get(("read", "fp32")), roofs.get(("copy", "fp32"))
     gemms = [r for r in points if OPS[r.op].is_gemm]
     if gemms and gemm and read and gemm.rate and read.rate:
@@ -118,7 +118,11 @@ def roofline(rows: list[Row]) -> Any:
         limit = [min(gemm.rate, i * read.rate / 1000) for i in intensities]
         left.plot(intensities, limit, color="#444444", linewidth=1.2)
         left.annotate(
-            f"{gemm.provider}: {gemm.rate:.4g} TFLOP/s", (intensities[-1], gemm.rate), ha="right", va="bottom", fontsize=8
+            f"{gemm.provider}: {gemm.rate:.4g} TFLOP/s",
+            (intensities[-1], gemm.rate),
+            ha="right",
+            va="bottom",
+            fontsize=8,
         )
         middle = len(intensities) // 4
         left.annotate(
@@ -138,22 +142,20 @@ def roofline(rows: list[Row]) -> Any:
         _scatter(left, xs, ys, provider, accumulate)
     left.set(xscale="log", yscale="log", xlabel="FLOP per byte that must move", ylabel="TFLOP/s")
     left.set_title(f"GEMMs, {dtype}", fontsize=10)
-    rows_ops = [r for r in points if not OPS[r.op].is_gemm]
-    if copy and copy.rate:
-        right.axhline(copy.rate, color="#444444", linewidth=1.2)
-        right.annotate(
-            f"{copy.provider}: {copy.rate:.4g} GB/s", (0.01, copy.rate), xycoords=("axes fraction", "data"),
-            ha="left", va="bottom", fontsize=8,
-        )  # fmt: skip
-    for (provider, accumulate), group in _by_candidate(rows_ops):
-        sizes = [
-            OPS[r.op].traffic(_shape(r), r.direction) * (4 if dtype == "fp32" else 2) / 2**20 for r in group
-        ]
-        _scatter(right, sizes, [s * 1.048576e3 / (r.median_us or math.nan) for s, r in zip(sizes, group, strict=True)],
-                 provider, accumulate)  # fmt: skip
-    right.set(xscale="log", xlabel="MiB that must move", ylabel="GB/s", ylim=(0, None))
-    right.set_title(f"softmax and norms, {dtype}, forward and backward", fontsize=10)
-    for axes in (left, right):
+    for axes, direction in zip(row_axes, ("fwd", "bwd"), strict=True):
+        if copy and copy.rate:
+            axes.axhline(copy.rate, color="#444444", linewidth=1.2)
+            corner = ("axes fraction", "data")
+            text = f"{copy.provider}: {copy.rate:.4g} GB/s"
+            axes.annotate(text, (0.01, copy.rate), xycoords=corner, ha="left", va="bottom", fontsize=8)
+        here = [r for r in points if not OPS[r.op].is_gemm and r.direction == direction]
+        for (provider, accumulate), group in _by_candidate(here):
+            sizes = [OPS[r.op].traffic(_shape(r), direction) * (4 if dtype == "fp32" else 2) for r in group]
+            rates = [size / (r.median_us or math.nan) / 1e3 for size, r in zip(sizes, group, strict=True)]
+            _scatter(axes, [size / 2**20 for size in sizes], rates, provider, accumulate)
+        axes.set(xscale="log", xlabel="MiB that must move", ylabel="GB/s", ylim=(0, None))
+        axes.set_title(f"softmax and norms, {dtype}, {direction}", fontsize=10)
+    for axes in (left, *row_axes):
         _style(axes)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=7, frameon=False)
@@ -224,7 +226,10 @@ def _bars(axes: Any, rows: Sequence[Row], category: Callable[[Row], str]) -> Non
             label=_label(provider, accumulate),
         )
     axes.axhline(1.0, color="#444444", linewidth=0.9, linestyle="--")
-    axes.set_xticks(range(len(categories)), categories, fontsize=7, rotation=20 if len(categories) > 8 else 0)
+    axes.set_xticks(range(len(categories)), categories, fontsize=7)
+    if len(categories) > 8:
+        axes.tick_params(axis="x", rotation=25)
+        plt.setp(axes.get_xticklabels(), ha="right", rotation_mode="anchor")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=7, frameon=False, ncols=min(len(candidates), 8), loc="upper left")
     _, top = axes.get_ylim()
@@ -233,7 +238,9 @@ def _bars(axes: Any, rows: Sequence[Row], category: Callable[[Row], str]) -> Non
 
 
 def models(rows: list[Row]) -> Any:
-    chosen = [r for r in rows if r.suite == "model" and finite(r.speedup) and r.status == "ok" and r.provider != "eager"]
+    chosen = [
+        r for r in rows if r.suite == "model" and finite(r.speedup) and r.status == "ok" and r.provider != "eager"
+    ]
     if not chosen:
         return None
     figure, axes = plt.subplots(figsize=(13, 3.6))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from benchmarks.ops import ACTIVATION, EPS, GATE, Op
 
-Function = Callable[..., torch.Tensor]
+Function = Callable[..., Any]  # tensors in, one tensor out
 
 
 class Unsupported(Exception):
@@ -49,6 +49,7 @@ class Provider:
     name: str
     modules: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu", "cuda")
+    slow_start = False  # compiling takes longer than measuring: takes part in --quick only when named
     aliases: tuple[str, ...] = ()
 
     def missing(self, device: torch.device) -> str | None:
@@ -79,9 +80,7 @@ def _eager_gated_linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> to
     return F.silu(gate) * up
 
 
-def _eager_mlp(
-    x: torch.Tensor, w1: torch.Tensor, b1: torch.Tensor, w2: torch.Tensor, b2: torch.Tensor
-) -> torch.Tensor:
+def _eager_mlp(x: torch.Tensor, w1: torch.Tensor, b1: torch.Tensor, w2: torch.Tensor, b2: torch.Tensor) -> torch.Tensor:
     return F.linear(_eager_linear(x, w1, b1), w2, b2)
 
 
@@ -116,13 +115,16 @@ class Eager(Provider):
         self, op: Op, dtype: torch.dtype, direction: str, accumulates: Sequence[str], device: torch.device
     ) -> Iterator[Implementation]:
         yield Implementation(EAGER[op.name])
-        if op.is_gemm and dtype is torch.float16 and device.type == "cuda" and direction == "fwd":
-            if any(a.partition("/")[0] == "fp16" for a in accumulates):
-                yield Implementation(_with_fp16_accumulation(EAGER[op.name]), accumulate="fp16")
+        fp16_asked = any(a.partition("/")[0] == "fp16" for a in accumulates)
+        fp16_possible = op.is_gemm and dtype is torch.float16 and device.type == "cuda" and direction == "fwd"
+        if fp16_asked and fp16_possible:
+            yield Implementation(with_fp16_accumulation(EAGER[op.name]), accumulate="fp16")
 
 
-def _with_fp16_accumulation(function: Function) -> Function:
-    def call(*tensors: torch.Tensor) -> torch.Tensor:
+def with_fp16_accumulation(function: Function) -> Function:
+    """The function under `torch.backends.cuda.matmul.allow_fp16_accumulation`."""
+
+    def call(*tensors: torch.Tensor) -> Any:
         matmul = torch.backends.cuda.matmul
         before = matmul.allow_fp16_accumulation
         matmul.allow_fp16_accumulation = True
@@ -139,6 +141,7 @@ class Compile(Provider):
 
     name = "compile"
     aliases = ("torch.compile",)
+    slow_start = True
     mode = "default"
 
     def implementations(
@@ -187,7 +190,7 @@ class Liger(Provider):
     def gated_linear(self, dtype: torch.dtype, direction: str) -> Implementation:
         from liger_kernel.transformers.functional import liger_swiglu
 
-        def call(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        def call(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
             (gate_w, up_w), (gate_b, up_b) = w.chunk(2), b.chunk(2)  # two products, as in its LigerSwiGLUMLP
             return liger_swiglu(F.linear(x, gate_w, gate_b), F.linear(x, up_w, up_b))
 
@@ -221,7 +224,7 @@ class Quack(Provider):
             raise Unsupported("quack differentiates linear + activation only inside its mlp")
         from quack.linear import linear_act_func
 
-        def call(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        def call(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
             return linear_act_func(x, w, "gelu_tanh_approx", bias=b, store_preact=False, tuned=False)[1]
 
         return Implementation(call, note="untuned")
@@ -231,7 +234,7 @@ class Quack(Provider):
             raise Unsupported("quack differentiates a gated linear only inside its mlp")
         from quack.linear import linear_gated_func
 
-        def call(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        def call(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
             options: dict[str, Any] = {"store_preact": False, "tuned": False, "concat_layout": True}
             return linear_gated_func(x, w, "swiglu", bias=b, **options)[1]
 
@@ -279,9 +282,7 @@ class QuackMm(Provider):
             raise Unsupported("quack_mm is the plain forward product")
         from quack.gemm_interface import gemm
 
-        return Implementation(
-            lambda x, w, b: gemm(x, w.t(), tuned=False), partial=True, note="plain product, untuned"
-        )
+        return Implementation(lambda x, w, b: gemm(x, w.t(), tuned=False), partial=True, note="plain product, untuned")
 
 
 class Apex(Provider):
@@ -326,7 +327,7 @@ def _te_norm(module_class: Any) -> Function:
     """Its norms are modules: one per parameter set, built on first use and fed our tensors as its parameters."""
     modules: dict[int, Any] = {}
 
-    def call(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def call(x: torch.Tensor, *parameters: torch.Tensor) -> Any:
         module = modules.get(id(parameters[0]))
         if module is None:
             module = module_class(x.shape[-1], eps=EPS, device=x.device, dtype=x.dtype)

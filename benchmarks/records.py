@@ -154,7 +154,7 @@ def csrc_digest() -> str:
     try:
         from ampkernels._build import csrc_digest as digest
 
-        return str(digest())
+        return digest() or "unavailable"
     except Exception:  # no package, or a build without sources beside it
         return "unavailable"
 

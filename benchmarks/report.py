@@ -6,13 +6,15 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.ops import OPS
+from benchmarks.ops import OPS, shape_name
 from benchmarks.plot import load
 from benchmarks.records import REPOSITORY, Row, csrc_digest, finite
+from benchmarks.suites import GROUPS
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 README = REPOSITORY / "README.md"
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
+_MAIN_GROUPS = ("nine", "mlp", "rows", "cpu")
 _PLOTS = {
     "speedup-gemm.png": "Speed-up over eager, GEMMs",
     "speedup-rows.png": "Speed-up over eager, softmax and norms",
@@ -21,7 +23,7 @@ _PLOTS = {
     "accuracy.png": "Error over K",
 }
 _HEADER = (
-    "| op | shape | | dtype | eager µs | best peer µs | ours µs | × eager | × peer | of roof | rel. L2: ours | eager |",
+    "| op | shape | | dtype | eager µs | best peer µs | ours µs | x eager | x peer | of roof | rel. L2: ours | eager |",
     "|---|---|---|---|---|---|---|---|---|---|---|---|",
 )
 _MODEL_HEADER = (
@@ -62,9 +64,12 @@ def _section(folder: Path, relative_to: Path) -> tuple[str, list[str]]:
     warnings = _stale(rows)
     lines = [f"### {' / '.join(sorted({r.gpu for r in rows if r.gpu})) or folder.name}", "", _conditions(rows)]
     lines += [f"\n> **{warning}**" for warning in warnings]
-    table = _op_table(rows)
-    if table:
-        lines += ["", *_HEADER, *table]
+    main, others = _op_tables(rows)
+    if main:
+        lines += ["", *_HEADER, *main]
+    if others:
+        summary = f"<details><summary>{len(others)} more points: decode and batch sweep, odd and small sizes</summary>"
+        lines += ["", summary, "", *_HEADER, *others, "", "</details>"]
     table = _model_table(rows)
     if table:
         lines += ["", *_MODEL_HEADER, *table]
@@ -113,8 +118,10 @@ def _fastest(rows: Iterable[Row]) -> Row | None:
     return min((r for r in rows if r.status == "ok"), key=lambda r: r.median_us or 0.0, default=None)
 
 
-def _op_table(rows: Sequence[Row]) -> list[str]:
-    lines = []
+def _op_tables(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+    """Lines of the main groups of shapes, and of the rest."""
+    main: list[str] = []
+    others: list[str] = []
     for (op, shape, direction, dtype), point in _points(rows).items():
         eager = next((r for r in point if r.provider == "eager" and r.accumulate == "library"), None)
         ours = _fastest(r for r in point if r.provider == "ampkernels")
@@ -127,8 +134,9 @@ def _op_table(rows: Sequence[Row]) -> list[str]:
         else:
             against = f"{peer.median_us / ours.median_us:.2f}" if peer and peer.median_us else ""
             cells += [_ratio(ours.speedup), against, _ratio(ours.roof_share), _error(ours.rel_l2)]
-        lines.append(f"| {' | '.join([*cells, _error(eager.rel_l2)])} |")
-    return lines
+        foremost = any(shape == shape_name(s) for g in GROUPS[op] if g.name in _MAIN_GROUPS for s in g.shapes)
+        (main if foremost else others).append(f"| {' | '.join([*cells, _error(eager.rel_l2)])} |")
+    return main, others
 
 
 def _model_table(rows: Sequence[Row]) -> list[str]:
@@ -140,13 +148,13 @@ def _model_table(rows: Sequence[Row]) -> list[str]:
     for key, point in points.items():
         cells = [*key]
         for provider in ("eager", "ampkernels", "compile", "ampkernels+compile"):
-            row = point.get(provider)
-            if row is None or row.median_us is None:
+            found = point.get(provider)
+            if found is None or found.median_us is None:
                 cells.append("")
             elif provider == "eager":
-                cells.append(f"{row.median_us / 1000:.2f}")
+                cells.append(f"{found.median_us / 1000:.2f}")
             else:
-                cells.append(f"{row.median_us / 1000:.2f} ({_ratio(row.speedup)}×)")
+                cells.append(f"{found.median_us / 1000:.2f} ({_ratio(found.speedup)}x)")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

@@ -73,7 +73,10 @@ class Roofs:
             return self._best(kind, torch.float32, [("Tensor.copy_", 2 * size, lambda: b.copy_(a))])
         if kind == "read":
             matrix, vector = a.view(-1, 4096), torch.randn(4096, device=self.device)
-            calls = [("Tensor.sum", size, a.sum), ("torch.mv", size, lambda: torch.mv(matrix, vector))]
+            calls: list[tuple[str, int, Callable[[], object]]] = [
+                ("Tensor.sum", size, a.sum),
+                ("torch.mv", size, lambda: torch.mv(matrix, vector)),
+            ]
             return self._best(kind, torch.float32, calls)
         out = torch.empty_like(a)
         return self._best(kind, torch.float32, [("torch.add", 3 * size, lambda: torch.add(a, b, out=out))])
@@ -119,4 +122,4 @@ class Roofs:
             end_event.record()
             pairs.append((start_event, end_event))
         torch.cuda.synchronize(self.device)
-        return statistics.median(s.elapsed_time(e) * 1e-3 for s, e in pairs)
+        return float(statistics.median(s.elapsed_time(e) * 1e-3 for s, e in pairs))

@@ -20,7 +20,7 @@ from benchmarks.timing import Budget, Calls, Timing, make_timer, ratio
 
 # Most float64 work (floating-point operations) that one oracle may cost before it is taken over a subset of rows.
 _ORACLE_LIMIT = {"cuda": 2e13, "cpu": 2e10}
-_MAX_SETS = 1024
+_MAX_SETS = {"cuda": 256, "cpu": 64}
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,13 @@ def describe(error: BaseException) -> str:
 
 
 def failure(row: Row, error: BaseException) -> Row:
-    """The row of something that threw."""
-    row.status = "oom" if is_out_of_memory(error) else "skipped" if isinstance(error, Unsupported) else "error"
-    row.reason = "out of memory" if row.status == "oom" else str(error) if row.status == "skipped" else describe(error)
+    """The row of something that threw. What a provider says it does not offer is skipped; the rest are errors."""
+    if is_out_of_memory(error):
+        row.status, row.reason = "oom", "out of memory"
+    elif isinstance(error, (Unsupported, NotImplementedError)):
+        row.status, row.reason = "skipped", str(error)
+    else:
+        row.status, row.reason = "error", describe(error)
     return row
 
 
@@ -95,7 +99,8 @@ class OpRunner:
         self.accumulates = accumulates
         self.timer = make_timer(device, budget)
         self.roofs = roofs
-        self._absent: set[tuple[str, str]] = set()
+        self._told: set[tuple[str, str, str]] = set()
+        self._threw: dict[tuple[str, ...], int] = {}
 
     def run(self, point: Point) -> list[Row]:
         """Rows of one point, never raising but for KeyboardInterrupt."""
@@ -107,6 +112,18 @@ class OpRunner:
             return [failure(self._row(point, ""), error)]
         finally:
             release(self.device)
+
+    def compile(self, point: Point) -> None:
+        """Runs every provider once, to fill the compilers' caches on disk; measures nothing."""
+        op = OPS[point.op]
+        inputs = op.inputs(point.shape, point.dtype, self.device, seed=0)
+        for candidate in self._candidates(point, op)[0]:
+            try:
+                call = _bind(candidate.implementation, [inputs], point.direction)[0]
+                call()
+            except Exception:  # the measuring run will meet it again, and say so
+                continue
+        release(self.device)
 
     def _row(self, point: Point, provider: str, accumulate: str = "") -> Row:
         return Row(
@@ -125,20 +142,19 @@ class OpRunner:
         candidates, rows = self._candidates(point, op)
         if not candidates:
             return rows
-        rows = [c.row for c in candidates] + rows
         inputs = op.inputs(point.shape, point.dtype, self.device, seed=0)
         check = _Check(op, point, inputs, self.device)
         runnable = [c for c in candidates if self._check(c, check)]
+        rows = [c.row for c in candidates if c.row.status != "skipped" or self._is_news(c.row)] + rows
         del check
         if not runnable:
             return rows
-        release(self.device)
 
         sets = self._input_sets(op, point, inputs)
         calls: dict[str, Calls] = {}
         for index, candidate in enumerate(runnable):
             try:
-                calls[str(index)] = _bind(candidate.implementation, sets, point.direction, op)
+                calls[str(index)] = _bind(candidate.implementation, sets, point.direction)
             except Exception as error:
                 failure(candidate.row, error)
         results = self.timer.run(calls)
@@ -168,18 +184,28 @@ class OpRunner:
                     own = replace(row, accumulate=implementation.accumulate)
                     candidates.append(_Candidate(own, implementation))
             except Unsupported as error:
-                key = (provider.name, str(error))
-                if key not in self._absent:
-                    self._absent.add(key)
-                    absent.append(failure(row, error))
+                if self._is_news(failure(row, error)):
+                    absent.append(row)
             except Exception as error:  # its import failed, say
                 absent.append(failure(row, error))
         return candidates, absent
+
+    def _is_news(self, row: Row) -> bool:
+        """Whether this reason to skip has not been told yet: one row for it is enough."""
+        key = (row.provider, row.accumulate, row.reason)
+        new = key not in self._told
+        self._told.add(key)
+        return new
 
     def _check(self, candidate: _Candidate, check: _Check) -> bool:
         """Error and peak memory of one candidate; False if it threw."""
         row, implementation = candidate.row, candidate.implementation
         row.reason = implementation.note
+        # What threw at two shapes of an operation is not tried at all the others: some throw only after compiling.
+        kind = (row.op, row.dtype, row.direction, row.provider, row.accumulate)
+        if self._threw.get(kind, 0) >= 2:
+            row.status, row.reason = "error", "not tried: threw at two shapes before this one"
+            return False
         try:
             results, peak = check.results(implementation)
             row.peak_mib = peak
@@ -199,14 +225,16 @@ class OpRunner:
             failure(row, error)
             if row.status == "oom":
                 release(self.device)
+            elif row.status == "error":
+                self._threw[kind] = self._threw.get(kind, 0) + 1
             return False
 
     def _input_sets(self, op: Op, point: Point, inputs: Tensors) -> list[Tensors]:
         """As many sets of inputs as it takes to overflow the last-level cache, three times over on CUDA."""
-        # Only what a candidate reads again must be evicted in between; outputs rotate as well.
         size = op.bytes(point.shape, point.dtype, point.direction)
         count = max(2, math.ceil(cache_bytes(self.device) / max(size, 1)))
-        count = min(count, _MAX_SETS if self.device.type == "cuda" else 64)
+        if count > _MAX_SETS[self.device.type]:  # too small to leave the cache by any sensible number of sets
+            count = 8
         return [inputs] + [op.inputs(point.shape, point.dtype, self.device, seed) for seed in range(1, count)]
 
     def _roof(self, op: Op, point: Point) -> tuple[str, float, Roof]:
@@ -231,6 +259,7 @@ class OpRunner:
         base = next((t for c, t in timed if c.row.provider == "eager" and c.row.accumulate == "library"), None)
         work = op.work(point.shape, point.direction)
         size = op.bytes(point.shape, point.dtype, point.direction)
+        warm = size * _MAX_SETS[self.device.type] < cache_bytes(self.device)
         for candidate, timing in timed:
             row = candidate.row
             row.median_us = timing.median * 1e6
@@ -239,6 +268,8 @@ class OpRunner:
             row.rounds, row.timing = len(timing.samples), timing.method
             if timing.note:
                 row.reason = "; ".join(filter(None, (row.reason, timing.note)))
+            if warm:
+                row.reason = "; ".join(filter(None, (row.reason, "in cache")))
             by_compute = roof_kind == "gemm"
             row.rate, row.unit = (work / 1e12, "TFLOP/s") if by_compute else (size / 1e9, "GB/s")
             row.rate /= timing.median
@@ -338,7 +369,7 @@ def _random_dy(shape: Sequence[int], dtype: torch.dtype, device: torch.device, s
     return torch.randn(tuple(shape), generator=generator, device=device).to(dtype)
 
 
-def _bind(implementation: Implementation, sets: Sequence[Tensors], direction: str, op: Op) -> list[Callable[[], object]]:
+def _bind(implementation: Implementation, sets: Sequence[Tensors], direction: str) -> list[Callable[[], object]]:
     """One call per set of inputs. A backward's forward runs here, once; its calls replay the backward alone."""
     prepared = [implementation.prepare(s) if implementation.prepare else s for s in sets]
     if direction == "fwd":

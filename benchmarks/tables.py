@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import groupby
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from benchmarks.records import Row
@@ -36,34 +36,40 @@ def _status(row: Row) -> str:
     return f"{row.status}: {row.reason}" if row.reason else row.status
 
 
-def _cells(row: Row) -> Sequence[str]:
-    return (
-        row.provider,
-        row.accumulate,
-        microseconds(row.median_us),
-        "" if row.p20_us is None else f"{microseconds(row.p20_us)}-{microseconds(row.p80_us)}",
-        microseconds(row.call_us),
-        "" if row.rate is None else f"{row.rate:.4g} {row.unit}",
-        "" if row.roof_share is None else f"{row.roof_share:.2f} {row.roof}",
-        "" if row.speedup is None else f"{row.speedup:.2f}x",
-        "" if row.rank is None else str(row.rank),
-        error_figure(row.rel_l2),
-        ulp_figure(row.max_ulp),
-        error_figure(row.shrink),
-        _status(row),
-    )
+# Heading, justification and cell of each column; a column that is empty in a whole table is left out of it.
+_COLUMNS: tuple[tuple[str, JustifyMethod, Callable[[Row], str]], ...] = (
+    ("provider", "left", lambda r: r.provider),
+    ("accumulate", "left", lambda r: r.accumulate),
+    ("kernel", "right", lambda r: microseconds(r.median_us)),
+    ("p20-p80", "right", lambda r: "" if r.p20_us is None else f"{microseconds(r.p20_us)}-{microseconds(r.p80_us)}"),
+    ("call", "right", lambda r: microseconds(r.call_us)),
+    ("rate", "right", lambda r: "" if r.rate is None else f"{r.rate:.4g} {r.unit}"),
+    ("of roof", "right", lambda r: "" if r.roof_share is None else f"{r.roof_share:.2f} {r.roof}"),
+    ("vs eager", "right", lambda r: "" if r.speedup is None else f"{r.speedup:.2f}x"),
+    ("#", "right", lambda r: "" if r.rank is None else str(r.rank)),
+    ("rel L2", "right", lambda r: error_figure(r.rel_l2)),
+    ("max ulp", "right", lambda r: ulp_figure(r.max_ulp)),
+    ("shrink", "right", lambda r: error_figure(r.shrink)),
+    ("peak", "right", lambda r: "" if r.peak_mib is None else f"{r.peak_mib:.4g} MiB"),
+    ("status", "left", _status),
+)
+_STYLES = {"wrong": "red", "error": "red", "oom": "red", "skipped": "dim"}
 
 
 def print_rows(console: Console, rows: Iterable[Row]) -> None:
     """One table per point, fastest first; what was not measured comes last with its reason."""
-    header = ("provider", "accumulate", "kernel", "p20-p80", "call", "rate", "of roof", "vs eager", "#")
-    for (op, shape, dtype, direction), group in groupby(rows, lambda r: (r.op, r.shape, r.dtype, r.direction)):
-        table = Table(title=" ".join(filter(None, (op, shape, dtype, direction))), title_justify="left", box=None)
-        for name in (*header, "rel L2", "max ulp", "shrink"):
-            left = name in ("provider", "accumulate")
-            table.add_column(name, justify="left" if left else "right", no_wrap=True)
-        table.add_column("status", overflow="fold")
-        for row in sorted(group, key=_sort_key):
-            style = "red" if row.status in ("wrong", "error", "oom") else "dim" if row.status == "skipped" else None
-            table.add_row(*_cells(row), style=style)
+    rows = sorted(rows, key=lambda row: row.op == "roof")  # stable: the roofs come together, last
+    for key, group in groupby(rows, lambda r: (r.op, r.shape, r.dtype, r.direction, _data(r))):
+        point = sorted(group, key=_sort_key)
+        table = Table(title=" ".join(filter(None, key)), title_justify="left", box=None)
+        columns = [column for column in _COLUMNS if any(column[2](row) for row in point)]
+        for name, justify, _ in columns:
+            table.add_column(name, justify=justify, no_wrap=name != "status", overflow="fold")
+        for row in point:
+            table.add_row(*(cell(row) for _, _, cell in columns), style=_STYLES.get(row.status))
         console.print(table)
+
+
+def _data(row: Row) -> str:
+    """What tells points of one shape apart in the numerics suite."""
+    return row.setting.partition(",")[0] if row.suite == "numerics" else ""

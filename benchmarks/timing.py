@@ -34,8 +34,9 @@ class Budget:
     warmup_s: float = 0.5
     min_rounds: int = 11
     max_rounds: int = 100
-    cuda_point_s: float = 0.3  # all candidates of one point together, on CUDA
+    cuda_point_s: float = 0.25  # all candidates of one point together, on CUDA
     cpu_candidate_s: float = 0.3  # each candidate, on the CPU
+    cpu_point_s: float = 30.0  # all candidates of one point together at most, on the CPU (three rounds at least)
     call_loop_s: float = 0.005  # one loop of the Python call time
     call_loops: int = 5
 
@@ -99,7 +100,7 @@ class WallTimer:
             return results
 
         warm_until = time.perf_counter() + self.budget.warmup_s
-        seconds = {name: math.inf for name in loops}
+        seconds = dict.fromkeys(loops, math.inf)
         while True:
             for name, loop in loops.items():
                 seconds[name] = min(seconds[name], loop.timed(1))
@@ -110,6 +111,8 @@ class WallTimer:
         shortest = min(counts[name] * max(seconds[name], 1e-9) for name in loops)
         rounds = max(self.budget.min_rounds, math.ceil(self.budget.cpu_candidate_s / shortest))
         rounds = min(rounds, max(self.budget.max_rounds, self.budget.min_rounds))
+        round_s = sum(counts[name] * seconds[name] for name in loops)
+        rounds = min(rounds, max(3, math.ceil(self.budget.cpu_point_s / max(round_s, 1e-9))))
 
         samples: dict[str, list[float]] = {name: [] for name in loops}
         names = list(loops)
@@ -155,7 +158,7 @@ class CudaTimer:
     """CUDA-graph replays between events, all on one side stream."""
 
     SAMPLE_S = 5e-4  # a replay is at least this long, so that the gap around it is below half a per cent
-    MAX_CALLS = 1024  # in one graph
+    MAX_CALLS = 512  # in one graph
 
     def __init__(self, device: torch.device, budget: Budget, capture: bool = True) -> None:
         self.device = device
@@ -166,6 +169,7 @@ class CudaTimer:
     def run(self, candidates: Mapping[str, Calls]) -> dict[str, Timing | Exception]:
         results: dict[str, Timing | Exception] = {}
         prepared: dict[str, _Prepared] = {}
+        torch.cuda.synchronize(self.device)  # inputs were made on another stream
         with torch.cuda.stream(self.stream):
             for name, calls in candidates.items():
                 try:

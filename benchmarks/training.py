@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,23 +82,23 @@ def tasks(
     results: list[Result] = []
     for mode in MODES:
         for provider in ("eager", "ampkernels"):
-            yield f"train {mode} {provider}", lambda m=mode, p=provider: [_run(task, device, m, p, results)]
-    yield "train summary", lambda: _summary(results, device, out, console)
+            yield f"train {mode} {provider}", partial(_run, task, device, mode, provider, results)
+    yield "train summary", partial(_summary, results, device, out, console)
 
 
-def _run(task: Task, device: torch.device, mode: str, provider: str, results: list[Result]) -> Row:
+def _run(task: Task, device: torch.device, mode: str, provider: str, results: list[Result]) -> list[Row]:
     shape = f"{task.layers}x{task.width}x{task.batch}"
     row = Row(SUITE, "train-mlp", shape, mode, "", "step", provider, setting="layers x width x batch, AdamW")
     if mode == "tf32" and device.type == "cpu":
         row.status, row.reason = "skipped", "a CPU has no TF32"
-        return row
+        return [row]
     try:
         result = train(task, device, mode, provider)
     except Exception as error:
         failure(row, error)
         if is_out_of_memory(error):
             release(device)
-        return row
+        return [row]
     finally:
         release(device)
     results.append(result)
@@ -111,15 +112,15 @@ def _run(task: Task, device: torch.device, mode: str, provider: str, results: li
         row.speedup = result.samples_per_s / eager.samples_per_s
     if not math.isfinite(result.last_loss):
         row.status = "wrong"
-    return row
+    return [row]
 
 
-def build(task: Task) -> nn.Sequential:
-    """`layers` linears of one width with GELU between them."""
+def build(task: Task, device: torch.device) -> nn.Sequential:
+    """`layers` linears of one width with GELU between them; the same weights every time on one device."""
     torch.manual_seed(task.seed)
     modules: list[nn.Module] = []
     for index in range(task.layers):
-        modules.append(nn.Linear(task.width, task.width))
+        modules.append(nn.Linear(task.width, task.width, device=device))
         if index + 1 < task.layers:
             modules.append(nn.GELU())
     return nn.Sequential(*modules)
@@ -146,7 +147,7 @@ def _train(task: Task, device: torch.device, mode: str, provider: str) -> Result
         autocast=str(autocast_dtype).removeprefix("torch.") if autocast_dtype else None,
         scaler=SCALER if mode == "fp16" else None,
     )
-    model = build(task).to(device)
+    model = build(task, device)
     if provider == "ampkernels":
         import ampkernels as ak
 

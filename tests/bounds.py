@@ -94,7 +94,7 @@ def softmax_grad_bound(y, dy, dim, scale, log, dtype, out_dtype, spread=0.0):
         dx = dy - p * total
     else:
         ya = y.abs()
-        y_error = (saved + forward) * ya + floor + 2 * reference._SMALLEST[compute_dtype(dtype)]
+        y_error = (saved + forward) * ya + floor + torch.finfo(compute_dtype(dtype)).smallest_normal
         size = ((ya + y_error) * dy.abs()).sum(dim, keepdim=True)
         total_error = (y_error * dy.abs()).sum(dim, keepdim=True) + gamma(n + 8, u) * size
         total = (y * dy).sum(dim, keepdim=True)

@@ -7,8 +7,11 @@ from contextvars import copy_context
 
 import pytest
 import torch
+from bounds import assert_within
+from cases import randn
 
 import ampkernels as ak
+from ampkernels import reference
 from ampkernels.accumulate import FP32, resolve
 
 X, W = torch.randn(4, 8), torch.randn(8, 8)
@@ -79,10 +82,7 @@ def test_frozen():
 
 def in_force(argument=None) -> str:
     """The policy that a call would be refused for, or "fp32"."""
-    try:
-        return str(resolve("linear", argument, torch.float16, "cpu"))
-    except NotImplementedError as error:
-        return str(error).split("got '")[1].split("'")[0]
+    return str(resolve("linear", argument, torch.float16))
 
 
 def test_argument_beats_context_beats_default():
@@ -152,14 +152,29 @@ CALLS = {
 
 
 @pytest.mark.parametrize("op", CALLS)
-@pytest.mark.parametrize("policy", ["fp32/512", "fp16", "fp16/128"])
-def test_no_kernel_yet(op, policy):
-    x, w = X.half(), W.half()
-    message = f"^{op}: accumulate must be 'fp32' on cpu in this version, got '{policy}', which has no kernel yet$"
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_library_keeps_its_own_tree(op, dtype):
+    x, w = X.to(dtype), W.to(dtype)
+    message = rf"^{op}: accumulate must be 'fp32' for inputs of {dtype}, got 'fp32/512'$"
     with pytest.raises(NotImplementedError, match=message):
-        CALLS[op](x, w, policy)
-    with ak.accumulate(policy), pytest.raises(NotImplementedError, match=message):
+        CALLS[op](x, w, "fp32/512")
+    with ak.accumulate("fp32/512"), pytest.raises(NotImplementedError, match=message):
         CALLS[op](x, w, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("policy", ["fp32/16", "fp32/512", "fp16", "fp16/128"])
+def test_the_cpu_computes_by_the_policy(policy, dtype):
+    if policy.startswith("fp16") and dtype == torch.bfloat16:
+        return
+    x, w = randn(5, 100, dtype=dtype, seed=1), randn(8, 100, dtype=dtype, seed=2)
+    y = ak.linear(x, w, accumulate=policy, out_dtype=torch.float32)
+    bound = reference.linear_bound(x, w, out_dtype=torch.float32, accumulate=ak.Accumulate.parse(policy))
+    assert_within(y, reference.linear(x, w), bound)
+    with ak.accumulate(policy):
+        assert torch.equal(ak.linear(x, w, out_dtype=torch.float32), y)
+        assert torch.equal(ak.linear(x[2:3], w, out_dtype=torch.float32), y[2:3])
+    assert ak.explain("linear", x, w, accumulate=policy).accumulate == ak.Accumulate.parse(policy)
 
 
 @pytest.mark.parametrize("op", CALLS)

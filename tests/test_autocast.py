@@ -106,12 +106,12 @@ def test_the_cuda_rows_of_the_table_without_a_gpu():
     torch.set_autocast_dtype("cuda", torch.bfloat16)
     try:
         for low in (*LOW, torch.float32):
-            assert autocast.rows_dtype("cuda", low, None) == torch.float32
-            assert autocast.rows_dtype("cuda", low, "autocast") == torch.bfloat16
-            assert autocast.rows_dtype("cuda", low, torch.float16) == torch.float16
-            assert autocast.rows_dtype("cpu", low, None) == low
+            assert autocast.rows_dtype("layer_norm", "cuda", low, None) == torch.float32
+            assert autocast.rows_dtype("layer_norm", "cuda", low, "autocast") == torch.bfloat16
+            assert autocast.rows_dtype("layer_norm", "cuda", low, torch.float16) == torch.float16
+            assert autocast.rows_dtype("layer_norm", "cpu", low, None) == low
             assert autocast.gemm_dtype("cuda", low, torch.float32) == torch.bfloat16
-        assert autocast.rows_dtype("cuda", torch.float64, None) == torch.float64
+        assert autocast.rows_dtype("layer_norm", "cuda", torch.float64, None) == torch.float64
         assert autocast.gemm_dtype("cuda", torch.float64, torch.float64) == torch.float64
         assert autocast.gemm_dtype("cuda", torch.float64, torch.float32) is None
         assert autocast.gemm_dtype("cpu", torch.float32, torch.bfloat16) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import subprocess
 import sys
@@ -79,7 +80,7 @@ def test_calls_rotate_over_every_buffer_set():
     seen = []
     WallTimer(SHORT).run({"a": [lambda i=i: seen.append(i) for i in range(3)]})
     assert seen[:3] == [0, 1, 2]
-    assert all((b - a) % 3 == 1 for a, b in zip(seen[3:], seen[4:], strict=False))
+    assert all((b - a) % 3 == 1 for a, b in itertools.pairwise(seen))
 
 
 def test_a_call_that_throws_does_not_stop_the_others():
@@ -93,7 +94,7 @@ def test_candidates_take_turns_in_every_place():
     assert {(name, rotation(names, r).index(name)) for r in range(6) for name in names} == {
         (name, place) for name in names for place in range(3)
     }
-    after = {pair for r in range(6) for pair in zip(rotation(names, r), rotation(names, r)[1:], strict=False)}
+    after = {pair for r in range(6) for pair in itertools.pairwise(rotation(names, r))}
     assert len(after) == 6  # everybody has followed everybody
 
 
@@ -274,6 +275,19 @@ def test_a_provider_that_throws_later_says_so():
     assert rows["eager"].rank == 1
 
 
+def test_what_threw_at_two_shapes_is_not_tried_at_the_rest():
+    calls = []
+
+    def broken(op, *tensors):
+        calls.append(op)
+        raise RuntimeError("no")
+
+    op_runner = OpRunner(CPU, [Fake("broken", broken)], (), SHORT, KnownRoofs(CPU))
+    reasons = [op_runner.run(Point("softmax", "softmax", (4, n), torch.float32, "fwd"))[0].reason for n in (1, 2, 3)]
+    assert reasons == ["RuntimeError: no", "RuntimeError: no", "not tried: threw at two shapes before this one"]
+    assert len(calls) == 2
+
+
 def test_out_of_memory_is_said_and_skipped():
     def hungry(op, *tensors):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")
@@ -320,7 +334,10 @@ def test_aliases_and_unknown_providers():
     [
         (["lniear"], "unknown suite 'lniear'; valid: linear, gated_linear, mlp, softmax"),
         (["linear", "--providers", "cudnn"], "unknown provider 'cudnn'; valid: ampkernels, eager"),
-        (["linear", "--shapes", "12x34"], "unknown shape '12x34'; valid: a shape MxNxK, or one of nine: 4096x4096x4096"),
+        (
+            ["linear", "--shapes", "12x34"],
+            "unknown shape '12x34'; valid: a shape MxNxK, or one of nine: 4096x4096x4096",
+        ),
         (["softmax", "--shapes", "nine"], "unknown shape 'nine'; valid: a shape MxN, or one of rows: 65536x256"),
         (["linear", "--dtype", "int8"], "unknown dtype 'int8'; valid: bf16, fp16, fp32"),
         (["linear", "--device", "tpu"], "unknown device 'tpu'; valid: cpu, cuda"),
@@ -406,7 +423,11 @@ def test_rows_survive_the_csv(tmp_path):
 
 def results_folder(path, digest):
     rows = []
-    for provider, accumulate, us in (("eager", "library", 10.0), ("quack", "library", 6.0), ("ampkernels", "fp32", 5.0)):
+    for provider, accumulate, us in (
+        ("eager", "library", 10.0),
+        ("quack", "library", 6.0),
+        ("ampkernels", "fp32", 5.0),
+    ):
         row = Row("softmax", "softmax", "65536x256", "bf16", accumulate, "fwd", provider, median_us=us)
         row.speedup, row.rel_l2, row.roof_share = 10.0 / us, 1.7e-3, 0.9
         row.gpu, row.torch, row.commit, row.date, row.csrc_digest = "Test GPU", "2.x", "abc", "2026-01-02T", digest
@@ -414,6 +435,20 @@ def results_folder(path, digest):
     path.mkdir(parents=True)
     with CsvWriter(path / "softmax.csv") as writer:
         writer.write(rows)
+
+
+def test_two_runs_are_compared_by_their_ratios(tmp_path, capsys):
+    for name, speedup in (("a", 1.50), ("b", 1.53), ("c", 1.60)):
+        slow = Row("linear", "linear", "1x2x3", "bf16", "fp32", "fwd", "ampkernels", median_us=2000.0, speedup=speedup)
+        quick = Row(
+            "linear", "linear", "4x5x6", "bf16", "fp32", "fwd", "ampkernels", median_us=2.0, speedup=9 * speedup
+        )
+        with CsvWriter(tmp_path / f"{name}.csv") as writer:
+            writer.write([slow, quick])
+    assert cli.main(["compare", str(tmp_path / "a.csv"), str(tmp_path / "b.csv")]) == 0
+    assert "1 of 1 ratios above 1000 µs agree within 3%" in capsys.readouterr().out
+    assert cli.main(["compare", str(tmp_path / "a.csv"), str(tmp_path / "c.csv")]) == 1
+    assert "OFF" in capsys.readouterr().out
 
 
 def test_report_writes_between_the_markers_only(tmp_path, monkeypatch):

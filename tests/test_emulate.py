@@ -149,7 +149,7 @@ def dot(a: torch.Tensor, b: torch.Tensor, arch: int, accumulate: torch.dtype, ch
         c = 0.0
         for i in range(begin, min(begin + chunk, len(x)), count):
             c = step(c, x[i : i + count], y[i : i + count], fraction, a.dtype, accumulate == torch.float16)
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):
             total = np.float32(total + np.float32(c))
     return float(total)
 

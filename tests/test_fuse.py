@@ -282,16 +282,16 @@ def test_accumulate_is_set_on_the_linears():
     model = block()
     ak.fuse(model, accumulate="fp32")
     assert str(model[1].accumulate) == "fp32"
-    with pytest.raises(ValueError, match="accumulate|Accumulate"):
+    with pytest.raises(ValueError, match="Accumulate: must be"):
         ak.fuse(block(), accumulate="fp8")
 
 
 def test_bad_arguments():
-    with pytest.raises(TypeError, match="fuse: model must be an nn.Module, got list"):
+    with pytest.raises(TypeError, match=r"fuse: model must be an nn\.Module, got list"):
         ak.fuse([])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="unfuse: model must be an nn.Module, got int"):
+    with pytest.raises(TypeError, match=r"unfuse: model must be an nn\.Module, got int"):
         ak.unfuse(1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="fuse: include must be a glob, a module class or a function"):
+    with pytest.raises(TypeError, match=r"fuse: include must be a glob, a module class or a function"):
         ak.fuse(block(), include=[3])  # type: ignore[list-item]
 
 

@@ -12,7 +12,7 @@ import ampkernels as ak
 from ampkernels import reference
 
 DTYPE = st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64])
-LAYOUT = st.sampled_from([name for name in LAYOUTS])
+LAYOUT = st.sampled_from(LAYOUTS)
 SIZE = st.one_of(st.integers(0, 40), st.sampled_from([63, 64, 65, 127, 128, 129, 255, 257]))
 settings.register_profile(
     "ampkernels", max_examples=120, deadline=None, derandomize=True,

@@ -65,7 +65,9 @@ def check_linear(x, w, b, activation, dy, device):
     if device == "cpu" and x.dtype in LOW:
         slack = 2.0  # a library rounds the product, and we its factor with act'
     for t, e, bound, what in zip((x, w, b), inputs, bounds, ("dinput", "dweight", "dbias"), strict=False):
-        assert (t.grad is not None and t.grad.dtype == t.dtype and t.grad.stride() == t.stride()) or not t.is_contiguous()
+        assert (
+            t.grad is not None and t.grad.dtype == t.dtype and t.grad.stride() == t.stride()
+        ) or not t.is_contiguous()
         assert_within(t.grad, e.grad, slack * bound.reshape(t.shape), what)
 
 

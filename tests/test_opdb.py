@@ -73,7 +73,10 @@ def test_samples(device, name, dtype):
                 if isinstance(ours, torch.Tensor) and ours.grad is not None:
                     largest = float(theirs.grad.abs().max()) if theirs.grad.numel() else 1.0
                     torch.testing.assert_close(
-                        ours.grad.double(), theirs.grad, rtol=8 * u, atol=16 * u * max(1.0, largest, 1e5 * (dtype == torch.float64))
+                        ours.grad.double(),
+                        theirs.grad,
+                        rtol=8 * u,
+                        atol=16 * u * max(1.0, largest, 1e5 * (dtype == torch.float64)),
                     )
         count += 1
     assert count >= 3

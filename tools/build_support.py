@@ -43,7 +43,13 @@ HOST_FLAGS = [
     "-Wno-unknown-pragmas",
     "-Wno-maybe-uninitialized",  # g++ 12 sees ghosts in std::optional
 ]
-NVCC_FLAGS = ["-O3", "-std=c++20", "-fmad=false", "-lineinfo", "-Xcompiler=-ffp-contract=off,-fvisibility=hidden"]
+NVCC_FLAGS = [
+    "-O3",
+    "-std=c++20",
+    "-fmad=false",
+    "-Xfatbin=-compress-all",
+    "-Xcompiler=-ffp-contract=off,-fvisibility=hidden",
+]
 
 # Peak resident memory of one compiler process.
 GIB = 1 << 30

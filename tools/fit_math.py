@@ -7,6 +7,9 @@ the real one. Needs numpy and mpmath: ``python tools/fit_math.py``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import mpmath as mp
 import numpy as np
 
@@ -61,7 +64,7 @@ def show(name: str, coefficients: list[float]) -> None:
     print(f"{name}: " + ", ".join(c_hex(c) for c in coefficients))
 
 
-def as_array(f, x: np.ndarray) -> np.ndarray:
+def as_array(f: Callable[[Any], Any], x: np.ndarray) -> np.ndarray:
     return np.array([float(f(mp.mpf(float(v)))) for v in x])
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,7 +64,7 @@ class Run:
     skipped: int
 
 
-def train(model: nn.Module, data: Data, amp: torch.dtype | None, steps: int, advance) -> Run:  # type: ignore[no-untyped-def]
+def train(model: nn.Module, data: Data, amp: torch.dtype | None, steps: int, advance: Callable[[], None]) -> Run:
     """AdamW with warm-up; a GradScaler where autocast is to fp16. The order of the batches is the same in every run."""
     device = data.train_images.device
     model = model.to(device).train()
@@ -72,7 +74,7 @@ def train(model: nn.Module, data: Data, amp: torch.dtype | None, steps: int, adv
     order = torch.Generator().manual_seed(1)
     skipped = 0
 
-    def context():  # type: ignore[no-untyped-def]
+    def context() -> AbstractContextManager[object]:
         return torch.autocast(device.type, amp) if amp else nullcontext()
 
     def step() -> Tensor:
@@ -151,7 +153,7 @@ def run(device: torch.device, dtype: torch.dtype, steps: int, out: Path) -> Outc
     with progress() as bar:
         for name, (model, precision) in variants.items():
             task = bar.add_task(name, total=steps)
-            runs[name] = train(model, data, precision, steps, lambda task=task: bar.advance(task))  # type: ignore[misc]
+            runs[name] = train(model, data, precision, steps, functools.partial(bar.advance, task))
 
     table = Table(
         "variant", "device", "dtype", "last loss", "test accuracy", "time per step", "peak memory", "steps skipped"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,7 @@ def run(device: torch.device, dtype: torch.dtype, model_name: str | None) -> Out
     fused = copy.deepcopy(eager)
     report = fuse(fused)
     amp = str(dtype).removeprefix("torch.")
-    variants = {
+    variants: dict[str, tuple[nn.Module, Callable[[], AbstractContextManager[object]]]] = {
         "eager fp32": (eager, nullcontext),
         f"eager {amp} autocast": (eager, lambda: torch.autocast(device.type, dtype)),
         f"fused {amp} autocast": (fused, lambda: torch.autocast(device.type, dtype)),
@@ -83,14 +85,14 @@ def run(device: torch.device, dtype: torch.dtype, model_name: str | None) -> Out
             outputs[name] = call(name)
             bar.advance(task)
         for name in variants:
-            peaks[name] = peak_bytes(lambda name=name: call(name), device)  # type: ignore[misc]
+            peaks[name] = peak_bytes(functools.partial(call, name), device)
             bar.advance(task)
         for _ in range(ROUNDS):
             for name in variants:
-                times[name].append(seconds(lambda name=name: call(name), device))  # type: ignore[misc]
+                times[name].append(seconds(functools.partial(call, name), device))
                 bar.advance(task)
 
-    table = Table("variant", "time", "sentences/s", "peak memory", "cosine distance from fp32, mean", "max")
+    table = Table("variant", "time", "sentences/s", "peak memory", "distance from fp32: mean", "max")
     exact = outputs["eager fp32"].double()
     for name in variants:
         distance = 1 - (outputs[name].double() * exact).sum(-1)

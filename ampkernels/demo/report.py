@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch.distributed._tools.mem_tracker import MemTracker
 
 console = Console()
+console.width = max(console.width, 110)  # a narrower table would break its words
 
 
 @dataclass(frozen=True)
@@ -45,21 +47,16 @@ def seconds(function: Callable[[], Any], device: torch.device) -> float:
 
 
 def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
-    """The most memory that torch's allocator holds at once for one call, beyond what it held before."""
+    """The most memory that a call's tensors hold at once, beyond what was held before."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         function()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with MemTracker() as tracker:
         function()
-    held = peak = 0
-    allocations = [event for event in profile.events() or () if event.name == "[memory]"]
-    for event in sorted(allocations, key=lambda event: event.time_range.start):
-        held += event.cpu_memory_usage if hasattr(event, "cpu_memory_usage") else event.self_cpu_memory_usage
-        peak = max(peak, held)
-    return peak
+    return int(sum(kinds["Total"] for kinds in tracker.get_tracker_snapshot("peak").values()))
 
 
 def median(values: list[float]) -> float:

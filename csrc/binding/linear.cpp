@@ -246,6 +246,10 @@ std::tuple<Tensor, Tensor> forward(const Tensor& input, const Tensor& weight, co
   const int64_t m = input.size(0), n = weight.size(0), k = input.size(1);
   if (by_gemm(input, acc, chunk, m, n, k)) {
     const ScalarType dtype = input.scalar_type();
+    if (out_dtype == ScalarType::Double) {  // the accumulators are fp32: fp64 holds the same numbers
+      auto [output, pre] = forward(input, weight, bias, activation, gated, acc, chunk, ScalarType::Float, save_pre);
+      return {torch::stable::to(output, ScalarType::Double), pre};
+    }
     Tensor output = empty_contiguous(input, out_dtype, {m, gated ? n / 2 : n});
     Tensor pre = save_pre ? empty_contiguous(input, dtype, {m, n}) : not_wanted(input, dtype);
     Holder a_holder, b_holder;
@@ -325,6 +329,11 @@ std::tuple<Tensor, Tensor> linear_dgrad(const Tensor& dpre, const Tensor& weight
   const int64_t m = dpre.size(0), n = weight.size(1), k = dpre.size(1);
   const ScalarType dtype = dpre.scalar_type();
   if (by_gemm(dpre, acc, chunk, m, n, k)) {
+    if (out_dtype == ScalarType::Double) {
+      auto [wide, act] =
+          linear_dgrad(dpre, weight, saved, activation, saved_is_output, want_act, acc, chunk, ScalarType::Float);
+      return {torch::stable::to(wide, ScalarType::Double), act};
+    }
     Tensor dinput = empty_contiguous(dpre, out_dtype, {m, n});
     Tensor act_out = want_act ? empty_contiguous(dpre, dtype, {m, n}) : not_wanted(dpre, dtype);
     Holder a_holder, b_holder;
@@ -365,6 +374,8 @@ std::tuple<Tensor, Tensor> linear_dgrad(const Tensor& dpre, const Tensor& weight
 
 Tensor linear_wgrad(const Tensor& dpre, const Tensor& input, bool transposed_out, ScalarType acc, int64_t chunk,
                     ScalarType out_dtype) {
+  if (out_dtype == ScalarType::Double && is_16bit(dpre.scalar_type()))
+    return torch::stable::to(linear_wgrad(dpre, input, transposed_out, acc, chunk, ScalarType::Float), out_dtype);
   // transposed_out: dweight^T = input^T @ dpre, laid out row by row, is dweight with strides (1, N).
   const Tensor& a = transposed_out ? input : dpre;
   const Tensor& b = transposed_out ? dpre : input;

@@ -37,7 +37,8 @@ STABLE_TORCH_LIBRARY(ampkernels, m) {
 
   // CPU only: linear_fwd or gated_linear_fwd with the bits of the tensor cores of `arch` (80, 90)
   m.def(
-      "emulate_linear(Tensor input, Tensor weight, Tensor? bias, int activation, bool gated, ScalarType acc, int chunk, "
+      "emulate_linear(Tensor input, Tensor weight, Tensor? bias, int activation, bool gated, ScalarType acc, int "
+      "chunk, "
       "ScalarType out_dtype, int arch) -> Tensor output");
 
   m.def(

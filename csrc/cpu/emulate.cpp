@@ -66,7 +66,7 @@ AK_INLINE V max_of(const V& a, const V& b) {
   return a > b ? a : b;
 }
 
-AK_INLINE bool any(i32x16 mask) {
+AK_INLINE bool any(const i32x16& mask) {
   const i8x16 bytes = __builtin_convertvector(mask, i8x16);
   uint64_t halves[2];
   std::memcpy(halves, &bytes, sizeof(halves));
@@ -82,7 +82,7 @@ struct StepOperands {
 // |sum| + c, both integers in units of 2^(e - fraction): the exact sum, cut to 24 bits, as fp32 times 2^(e - fraction).
 // Half: rounded to nearest even to fp16 instead.
 template <int kFraction, bool kHalf>
-AK_INLINE f32x16 round_sum(i32x16 products, i32x16 c, i32x16 e) {
+AK_INLINE f32x16 round_sum(const i32x16& products, const i32x16& c, const i32x16& e) {
   // 16 products are below 2^31, and c, below 2^26, may take the sum past it: magnitudes are unsigned.
   const i32x16 negative_products = products < 0;
   const u32x16 magnitude_products = u32x16((products ^ negative_products) - negative_products);

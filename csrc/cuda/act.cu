@@ -12,6 +12,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "ampkernels/activation.h"
 #include "cuda/launch.h"
@@ -71,19 +72,51 @@ __device__ __forceinline__ Block locate(const Partition& s, int64_t rows, int64_
   return b;
 }
 
-template <typename C, int V>
-__device__ __forceinline__ void load_row(const RowsIn& x, int64_t row, int64_t col, int valid, C (&v)[V]) {
-  load_n(x.data, x.dtype, row_offset(x.rows, row) + col * x.col_stride, x.col_stride, valid, v);
-}
-template <typename C, int V>
-__device__ __forceinline__ void store_row(const RowsOut& y, int64_t row, int64_t col, int valid, const C (&v)[V]) {
-  store_n(y.data, y.dtype, row_offset(y.rows, row) + col * y.col_stride, y.col_stride, valid, v);
-}
+// T: the dtype of every matrix, all rows 16-byte aligned, cols a multiple of V, columns side by side.
+template <typename T>
+struct Access {
+  using C = compute_t<T>;
+  static constexpr int V = kElements<C>;
+  using Raw = Packet<T, V>;
+  static __device__ __forceinline__ Raw load(const RowsIn& x, int64_t row, int64_t col, int) {
+    return *reinterpret_cast<const Raw*>(static_cast<const T*>(x.data) + row_offset(x.rows, row) + col);
+  }
+  static __device__ __forceinline__ void unpack(const Raw& raw, C (&v)[V]) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) v[j] = widen(raw.v[j]);
+  }
+  static __device__ __forceinline__ void store(const RowsOut& y, int64_t row, int64_t col, int, const C (&v)[V]) {
+    store_packets<V>(static_cast<T*>(y.data) + row_offset(y.rows, row) + col, v);
+  }
+};
 
-template <typename C, bool kGated>
+// Any dtypes, strides and alignment, computed in fp32 (kDouble: fp64).
+template <bool kDouble>
+struct AnyAccess {
+  using C = std::conditional_t<kDouble, double, float>;
+  static constexpr int V = kElements<C>;
+  struct Raw {
+    C v[V];
+  };
+  static __device__ __forceinline__ Raw load(const RowsIn& x, int64_t row, int64_t col, int valid) {
+    Raw raw;
+    load_n(x.data, x.dtype, row_offset(x.rows, row) + col * x.col_stride, x.col_stride, valid, raw.v);
+    return raw;
+  }
+  static __device__ __forceinline__ void unpack(const Raw& raw, C (&v)[V]) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) v[j] = raw.v[j];
+  }
+  static __device__ __forceinline__ void store(const RowsOut& y, int64_t row, int64_t col, int valid, const C (&v)[V]) {
+    store_n(y.data, y.dtype, row_offset(y.rows, row) + col * y.col_stride, y.col_stride, valid, v);
+  }
+};
+
+template <typename A, bool kGated>
 __global__ void __launch_bounds__(kThreads, 2)
     act_fwd_kernel(const __grid_constant__ ActFwdParams p, const __grid_constant__ Partition s) {
-  constexpr int V = kElements<C>, kRows = kRowsInFlight<C, kGated>;
+  using C = typename A::C;
+  constexpr int V = A::V, kRows = kRowsInFlight<C, kGated>;
   const Block b = locate<V>(s, p.rows, p.cols);
   C bias[V] = {}, bias_up[V] = {};
   if (p.bias.data != nullptr) {
@@ -92,13 +125,18 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 #pragma unroll 1
   for (int64_t row0 = b.row; row0 < b.row_end; row0 += kRows * b.row_step) {
+    typename A::Raw raw[kRows], raw_up[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int64_t row = min(row0 + i * b.row_step, b.row_end - 1);  // past the end: loaded, not stored
+      raw[i] = A::load(p.x, row, b.col, b.valid);
+      if (kGated) raw_up[i] = A::load(p.x, row, p.cols + b.col, b.valid);
+    }
     C x[kRows][V], up[kRows][V];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int64_t row = row0 + i * b.row_step;
-      if (row >= b.row_end) break;
-      load_row(p.x, row, b.col, b.valid, x[i]);
-      if (kGated) load_row(p.x, row, p.cols + b.col, b.valid, up[i]);
+      A::unpack(raw[i], x[i]);
+      if (kGated) A::unpack(raw_up[i], up[i]);
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -110,15 +148,15 @@ __global__ void __launch_bounds__(kThreads, 2)
         if (kGated) up[i][j] = up[i][j] + bias_up[j];
       }
       if (p.pre.data != nullptr) {
-        store_row(p.pre, row, b.col, b.valid, x[i]);
-        if (kGated) store_row(p.pre, row, p.cols + b.col, b.valid, up[i]);
+        A::store(p.pre, row, b.col, b.valid, x[i]);
+        if (kGated) A::store(p.pre, row, p.cols + b.col, b.valid, up[i]);
       }
     }
-    with_activation(p.activation, [&]<Activation A>() {
+    with_activation(p.activation, [&]<Activation kAct>() {
 #pragma unroll
       for (int i = 0; i < kRows; ++i)
 #pragma unroll
-        for (int j = 0; j < V; ++j) x[i][j] = activation<A>(x[i][j]);
+        for (int j = 0; j < V; ++j) x[i][j] = activation<kAct>(x[i][j]);
     });
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -128,7 +166,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
         for (int j = 0; j < V; ++j) x[i][j] = x[i][j] * up[i][j];
       }
-      store_row(p.y, row, b.col, b.valid, x[i]);
+      A::store(p.y, row, b.col, b.valid, x[i]);
     }
   }
 }
@@ -151,38 +189,41 @@ __device__ __forceinline__ void write_partial(const C (&sum)[V], C* partial, con
   }
 }
 
-template <typename C, bool kGated>
+template <typename A, bool kGated>
 __global__ void __launch_bounds__(kThreads, 2)
     act_bwd_kernel(const __grid_constant__ ActBwdParams p, const __grid_constant__ Partition s, int64_t partial_cols) {
-  constexpr int V = kElements<C>, kRows = kRowsInFlight<C, kGated>;
+  using C = typename A::C;
+  constexpr int V = A::V, kRows = kRowsInFlight<C, kGated>;
   const Block b = locate<V>(s, p.rows, p.cols);
   C sum[V] = {}, sum_up[V] = {};
   const bool identity = p.activation == Activation::kNone && !kGated;
 #pragma unroll 1
   for (int64_t row0 = b.row; row0 < b.row_end; row0 += kRows * b.row_step) {
+    typename A::Raw raw_dy[kRows], raw_saved[kRows], raw_up[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int64_t row = min(row0 + i * b.row_step, b.row_end - 1);  // past the end: loaded, not added
+      raw_dy[i] = A::load(p.dy, row, b.col, b.valid);
+      if (!identity) raw_saved[i] = A::load(p.saved, row, b.col, b.valid);
+      if (kGated) raw_up[i] = A::load(p.saved, row, p.cols + b.col, b.valid);
+    }
     C dy[kRows][V], saved[kRows][V], up[kRows][V];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int64_t row = row0 + i * b.row_step;
-      if (row >= b.row_end) {  // the sums below add zeros
-#pragma unroll
-        for (int j = 0; j < V; ++j) dy[i][j] = saved[i][j] = up[i][j] = C(0);
-        continue;
-      }
-      load_row(p.dy, row, b.col, b.valid, dy[i]);
-      if (!identity) load_row(p.saved, row, b.col, b.valid, saved[i]);
-      if (kGated) load_row(p.saved, row, p.cols + b.col, b.valid, up[i]);
+      A::unpack(raw_dy[i], dy[i]);
+      if (!identity) A::unpack(raw_saved[i], saved[i]);
+      if (kGated) A::unpack(raw_up[i], up[i]);
     }
     // saved_is_output needs no branch: relu' is the same of relu(x) as of x.
     if (!identity) {
-      with_activation(p.activation, [&]<Activation A>() {
+      with_activation(p.activation, [&]<Activation kAct>() {
 #pragma unroll
         for (int i = 0; i < kRows; ++i)
 #pragma unroll
           for (int j = 0; j < V; ++j) {
-            const C grad = activation_grad<A>(saved[i][j]);
+            const C grad = activation_grad<kAct>(saved[i][j]);
             if (kGated) {
-              const C value = activation<A>(saved[i][j]);
+              const C value = activation<kAct>(saved[i][j]);
               saved[i][j] = dy[i][j] * up[i][j] * grad;
               up[i][j] = dy[i][j] * value;
             } else {
@@ -206,8 +247,8 @@ __global__ void __launch_bounds__(kThreads, 2)
         if (kGated) sum_up[j] = sum_up[j] + up[i][j];
       }
       if (p.dpre.data != nullptr) {
-        store_row(p.dpre, row, b.col, b.valid, saved[i]);
-        if (kGated) store_row(p.dpre, row, p.cols + b.col, b.valid, up[i]);
+        A::store(p.dpre, row, b.col, b.valid, saved[i]);
+        if (kGated) A::store(p.dpre, row, p.cols + b.col, b.valid, up[i]);
       }
     }
   }
@@ -239,6 +280,17 @@ __global__ void __launch_bounds__(1024) column_sum_kernel(const C* partial, int6
   store_as(out.data, out.dtype, i * out.stride, total);
 }
 
+// True if Access<T> can take the matrix: rows of `cols` (or, gated, 2 * cols) 16-bit elements. An absent one is no
+// obstacle.
+template <typename Rows>
+bool is_packed(const Rows& x, DType dtype, int64_t rows, int64_t cols) {
+  if (x.data == nullptr) return true;
+  bool ok = x.dtype == dtype && dtype_size(dtype) == 2 && x.col_stride == 1 && cols % 8 == 0 &&
+            reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
+  for (int i = 0; i < x.rows.ndim; ++i) ok = ok && (x.rows.stride[i] % 8 == 0 || rows == 1);
+  return ok;
+}
+
 // The last column block writes whole vectors, so the partial rows are padded to whole blocks.
 template <typename C>
 int64_t padded_cols(const Partition& s) {
@@ -259,8 +311,19 @@ Status act_bwd(const ActBwdParams& p, cudaStream_t stream) {
   const int64_t partial_cols = padded_cols<C>(s) * (p.gated ? 2 : 1);
   const int64_t grid = s.parts * s.column_blocks, cols = p.gated ? 2 * p.cols : p.cols, sum_grid = (cols + 31) / 32;
   if (std::max(grid, sum_grid) > INT32_MAX) return {"act_bwd: too many columns"};
-  const auto kernel = p.gated ? act_bwd_kernel<C, true> : act_bwd_kernel<C, false>;
-  kernel<<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(p, s, partial_cols);
+  const auto launch = [&]<typename A>() {
+    const auto kernel = p.gated ? act_bwd_kernel<A, true> : act_bwd_kernel<A, false>;
+    kernel<<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(p, s, partial_cols);
+  };
+  const DType dtype = p.dy.dtype;
+  const bool packets = is_packed(p.dy, dtype, p.rows, p.cols) && is_packed(p.saved, dtype, p.rows, p.cols) &&
+                       is_packed(p.dpre, dtype, p.rows, p.cols);
+  if (packets && dtype == DType::kBFloat16)
+    launch.template operator()<Access<bfloat16_t>>();
+  else if (packets && dtype == DType::kFloat16)
+    launch.template operator()<Access<half_t>>();
+  else
+    launch.template operator()<AnyAccess<sizeof(C) == 8>>();
   if (const cudaError_t e = cudaPeekAtLastError()) return {nullptr, e};
   if (p.dbias.data == nullptr) return {};
   column_sum_kernel<C><<<static_cast<unsigned>(sum_grid), 1024, 0, stream>>>(
@@ -273,8 +336,19 @@ Status act_fwd(const ActFwdParams& p, cudaStream_t stream) {
   const Partition s = partition(p.rows, p.cols, kElements<C>, 1);
   const int64_t grid = s.parts * s.column_blocks;
   if (grid > INT32_MAX) return {"act_fwd: too many columns"};
-  const auto kernel = p.gated ? act_fwd_kernel<C, true> : act_fwd_kernel<C, false>;
-  kernel<<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(p, s);
+  const auto launch = [&]<typename A>() {
+    const auto kernel = p.gated ? act_fwd_kernel<A, true> : act_fwd_kernel<A, false>;
+    kernel<<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(p, s);
+  };
+  const DType dtype = p.x.dtype;
+  const bool packets = is_packed(p.x, dtype, p.rows, p.cols) && is_packed(p.y, dtype, p.rows, p.cols) &&
+                       is_packed(p.pre, dtype, p.rows, p.cols);
+  if (packets && dtype == DType::kBFloat16)
+    launch.template operator()<Access<bfloat16_t>>();
+  else if (packets && dtype == DType::kFloat16)
+    launch.template operator()<Access<half_t>>();
+  else
+    launch.template operator()<AnyAccess<sizeof(C) == 8>>();
   return {nullptr, cudaPeekAtLastError()};
 }
 

@@ -29,7 +29,6 @@ __device__ __forceinline__ void load_bias(const VectorIn& bias, int64_t col, int
 }
 
 // What the epilogue reads of memory beside the bias: the saved tensor of kActGrad, or the old d where beta is set.
-template <typename T>
 __device__ __forceinline__ bool epilogue_has_input(const GemmParams& p) {
   return p.kind == EpilogueKind::kActGrad || p.beta;
 }
@@ -40,6 +39,31 @@ __device__ __forceinline__ void load_epilogue_input(const GemmParams& p, int64_t
     load_n(static_cast<const T*>(p.saved) + row * p.ldsaved + col, 1, valid, v);
   else
     load_n(static_cast<const float*>(p.d) + row * p.ldd + col, 1, valid, v);
+}
+
+// The same for kLoads rows, row_step apart, into out[l * out_step]. All loads are in flight before the first is used:
+// with the branch on alignment around each load they would be waited for one by one.
+template <typename S, int kLoads>
+__device__ __forceinline__ void load_input_rows(const S* src, int64_t ld, const QuadRows& r, float* out, int out_step) {
+  const S* p = src + r.row * ld + r.col;
+  if (r.valid == kQuad && is_aligned(p, sizeof(S) * kQuad) && ld % kQuad == 0) {
+    Packet<S, kQuad> in[kLoads];
+#pragma unroll
+    for (int l = 0; l < kLoads; ++l)
+      if (r.row + l * r.row_step < r.row_end)
+        in[l] = *reinterpret_cast<const Packet<S, kQuad>*>(p + l * r.row_step * ld);
+#pragma unroll
+    for (int l = 0; l < kLoads; ++l)
+      *reinterpret_cast<float4*>(out + l * out_step) =
+          make_float4(widen(in[l].v[0]), widen(in[l].v[1]), widen(in[l].v[2]), widen(in[l].v[3]));
+  } else {
+    float v[kQuad];
+#pragma unroll 1
+    for (int l = 0; l < kLoads && r.row + l * r.row_step < r.row_end; ++l) {
+      load_n(p + l * r.row_step * ld, 1, r.valid, v);
+      *reinterpret_cast<float4*>(out + l * out_step) = make_float4(v[0], v[1], v[2], v[3]);
+    }
+  }
 }
 
 // acc(i, half, v): the sums of the i-th row (half 1: the up column of a gated pair). input(i, v):

@@ -7,8 +7,9 @@
 #include "cuda/epilogue.cuh"
 #include "cuda/gemm_sm80.h"
 #include "cuda/launch.h"
+#include "cuda/realign.cuh"
 #include "plan/gemm_plan.h"
-#if __has_include("cuda/gemm_sm90.h")
+#if defined(AMPKERNELS_SM90A)  // the build has machine code for 9.0a (setup.py); without it the kernel would be empty
 #include "cuda/gemm_sm90.h"
 #define AMPKERNELS_GEMM_SM90 1
 #else
@@ -63,7 +64,8 @@ const char* invalid(const GemmParams& p) {
   return nullptr;
 }
 
-GemmPlan plan_sm80(const GemmParams& p, const Device& device) {
+GemmProblem describe(const GemmParams& p, const Device& device) {
+  const int halves = p.kind == EpilogueKind::kGated ? 2 : 1;
   GemmProblem problem;
   problem.m = p.m;
   problem.n = p.n;
@@ -72,19 +74,56 @@ GemmPlan plan_sm80(const GemmParams& p, const Device& device) {
   problem.accumulate = p.accumulate;
   problem.a_kmajor = p.a.stride_k == 1;
   problem.b_kmajor = p.b.stride_k == 1;
-  problem.aligned = gemm_operand_aligned(p.a, p.m, p.k, 1) &&
-                    gemm_operand_aligned(p.b, p.n, p.k, p.kind == EpilogueKind::kGated ? 2 : 1);
+  problem.a_aligned = gemm_operand_aligned(p.a, p.m, p.k, 1);
+  problem.b_aligned = gemm_operand_aligned(p.b, p.n, p.k, halves);
+  problem.b_packable = gemm_operand_packable(p.b, p.n, halves);
   problem.epilogue = p.kind;
   problem.arch = device.arch;
   problem.sms = device.sms;
-  return gemm_plan(problem);
+  return problem;
 }
 
 #if AMPKERNELS_GEMM_SM90
 bool takes_sm90(const GemmParams& p, const Device& device) {
-  return forced_path.load(std::memory_order_relaxed) != Path::kSm80 && device.arch == 90 && gemm_sm90_supports(p);
+  const Path path = forced_path.load(std::memory_order_relaxed);
+  const bool wanted = path == Path::kAuto ? gemm_prefers_sm90(describe(p, device)) : path == Path::kSm90;
+  return wanted && device.arch == 90 && gemm_sm90_supports(p);
 }
 #endif
+
+// An operand as a row-major matrix of rows x cols, and the bytes of its copy with rows of whole 16-byte pieces.
+struct Rows {
+  int64_t rows, cols, ld, pieces;
+  size_t bytes() const { return static_cast<size_t>(rows) * pieces * 16; }
+};
+Rows rows_of(const GemmOperand& x, int64_t outer, int64_t k) {
+  const bool kmajor = x.stride_k == 1;
+  const int64_t cols = kmajor ? k : outer;
+  return {kmajor ? outer : k, cols, kmajor ? x.stride_outer : x.stride_k, (cols + 7) / 8};
+}
+
+// One thread: one 16-byte piece of the copy. The pad at the end of a row is zero.
+__global__ void __launch_bounds__(256) gemm_pack(const char* src, uint4* dst, const Rows r) {
+  const int64_t i = blockIdx.x * int64_t(256) + threadIdx.x;
+  if (i >= r.rows * r.pieces) return;
+  const int64_t row = i / r.pieces, piece = i % r.pieces;
+  const char* from = src + (row * r.ld + piece * 8) * 2;
+  const int bytes = static_cast<int>(min(r.cols - piece * 8, int64_t(8))) * 2;
+  dst[i] = realign(load_raw(from, bytes), static_cast<int>(reinterpret_cast<uintptr_t>(from) & 15), bytes);
+}
+
+// Copies x to *workspace, points it at the copy, and moves *workspace behind it.
+Status pack(GemmOperand& x, int64_t outer, int64_t k, char** workspace, cudaStream_t stream) {
+  const Rows r = rows_of(x, outer, k);
+  const int64_t blocks = (r.rows * r.pieces + 255) / 256;
+  if (blocks > INT32_MAX) return {"gemm: an unaligned operand of 2^42 elements"};
+  gemm_pack<<<static_cast<unsigned>(blocks), 256, 0, stream>>>(static_cast<const char*>(x.data),
+                                                               reinterpret_cast<uint4*>(*workspace), r);
+  x.data = *workspace;
+  (x.stride_k == 1 ? x.stride_outer : x.stride_k) = r.pieces * 8;
+  *workspace += r.bytes();
+  return {nullptr, cudaPeekAtLastError()};
+}
 
 // Adds the slabs of fp32 partial sums, in ascending order of k, and applies the epilogue. One thread: four columns.
 template <typename T>
@@ -143,24 +182,48 @@ bool set_gemm_path(const char* name) {
 size_t gemm_workspace_bytes(const GemmParams& p) {
   if (p.m <= 0 || p.n <= 0) return 0;
   const Device device = current_device();
+  const GemmPlan plan = gemm_plan(describe(p, device));
+  // The packed copies come first, then what the GEMM itself needs.
+  const size_t packed =
+      (plan.pack_a ? rows_of(p.a, p.m, p.k).bytes() : 0) + (plan.pack_b ? rows_of(p.b, p.n, p.k).bytes() : 0);
 #if AMPKERNELS_GEMM_SM90
-  if (takes_sm90(p, device)) return gemm_sm90_workspace_bytes(p);
+  GemmParams q = p;  // with the addresses and strides that the copies will have
+  for (GemmOperand* x : {plan.pack_a ? &q.a : nullptr, plan.pack_b ? &q.b : nullptr}) {
+    if (x == nullptr) continue;
+    const Rows r = rows_of(*x, x == &q.a ? p.m : p.n, p.k);
+    x->data = nullptr;
+    (x->stride_k == 1 ? x->stride_outer : x->stride_k) = r.pieces * 8;
+  }
+  if (takes_sm90(q, device)) return packed + gemm_sm90_workspace_bytes(q);
 #endif
-  const GemmPlan plan = plan_sm80(p, device);
-  return plan.split > 1 ? static_cast<size_t>(plan.split) * p.m * p.n * sizeof(float) : 0;
+  return packed + (plan.split > 1 ? static_cast<size_t>(plan.split) * p.m * p.n * sizeof(float) : 0);
 }
 
-Status launch_gemm(const GemmParams& p, cudaStream_t stream) {
-  if (p.m <= 0 || p.n <= 0) return {};
-  if (const char* text = invalid(p)) return {text};
+Status launch_gemm(const GemmParams& params, cudaStream_t stream) {
+  if (params.m <= 0 || params.n <= 0) return {};
+  if (const char* text = invalid(params)) return {text};
+  GemmParams p = params;
   const Device device = current_device();
+  const GemmPlan plan = gemm_plan(describe(p, device));
+  if ((plan.pack_a || plan.pack_b) && p.workspace == nullptr) return {"gemm: packing needs its workspace"};
+  char* workspace = static_cast<char*>(p.workspace);
+  if (plan.pack_a)
+    if (const Status s = pack(p.a, p.m, p.k, &workspace, stream); !s.ok()) return s;
+  if (plan.pack_b)
+    if (const Status s = pack(p.b, p.n, p.k, &workspace, stream); !s.ok()) return s;
+  p.workspace = workspace;
 #if AMPKERNELS_GEMM_SM90
-  if (takes_sm90(p, device)) return launch_gemm_sm90(p, stream);
+  if (takes_sm90(p, device)) {
+    const Status status = launch_gemm_sm90(p, stream);
+    const int splits = gemm_sm90_splits(p);
+    if (!status.ok() || splits == 1) return status;
+    return p.dtype == DType::kBFloat16 ? launch_reduce<bfloat16_t>(p, splits, stream)
+                                       : launch_reduce<half_t>(p, splits, stream);
+  }
 #endif
   if (forced_path.load(std::memory_order_relaxed) == Path::kSm90) return {"gemm: the sm90 path does not take this"};
+  if (plan.split > 1 && p.workspace == nullptr) return {"gemm: a split of K needs its workspace"};
 
-  const GemmPlan plan = plan_sm80(p, device);
-  if (plan.split > 1 && p.workspace == nullptr) return {"gemm: a split GEMM needs its workspace"};
   const bool bf16 = p.dtype == DType::kBFloat16;
   const bool half_acc = p.accumulate.dtype == DType::kFloat16;
   const Status status = bf16       ? launch_gemm_sm80<bfloat16_t, false>(p, plan, stream)

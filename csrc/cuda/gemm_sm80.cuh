@@ -21,29 +21,47 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <atomic>
 
 #include "ampkernels/params.h"
 #include "cuda/epilogue.cuh"
 #include "cuda/gemm_sm80.h"
 #include "cuda/ptx.cuh"
+#include "cuda/realign.cuh"
 #include "plan/gemm_plan.h"
 
 namespace ampkernels::cuda {
 
 // What the launcher adds to GemmParams.
 struct GemmSchedule {
-  int64_t tiles_m;
-  int64_t tiles_n;
-  int64_t group_m;
-  int64_t split;
+  uint32_t tiles_m;
+  uint32_t tiles_n;
+  uint32_t group_m;
+  uint32_t split;
   int64_t split_len;
   int chunk_steps;  // k16 steps in a chunk; 0: one chain per split
 };
 
-template <int BM_, int BN_, int BK_, int WARPS_M_, int WARPS_N_, int STAGES_, bool CHUNKED_>
+// The part of the output that a CTA computes. Tiles come in groups of group_m rows of tiles, m fastest, so that a wave
+// of CTAs reads a near-square part of A and B. The block index is read anew at each call: the kernel locates its tile
+// before and after the main loop, which needs the registers.
+struct TileIndex {
+  uint32_t m, n, split;
+};
+__device__ __forceinline__ TileIndex locate_tile(const GemmSchedule& s) {
+  uint32_t block;
+  asm volatile("mov.u32 %0, %%ctaid.x;\n" : "=r"(block));
+  const uint32_t tiles = s.tiles_m * s.tiles_n, split = block / tiles, tile = block % tiles;
+  const uint32_t group = tile / (s.group_m * s.tiles_n), in_group = tile % (s.group_m * s.tiles_n);
+  const uint32_t rows = min(s.group_m, s.tiles_m - group * s.group_m);
+  return {group * s.group_m + in_group % rows, in_group / rows, split};
+}
+
+template <int BM_, int BN_, int BK_, int WARPS_M_, int WARPS_N_, int STAGES_, int CTAS_, bool CHUNKED_>
 struct TileConfig {
-  static constexpr int BM = BM_, BN = BN_, BK = BK_, WARPS_M = WARPS_M_, WARPS_N = WARPS_N_, STAGES = STAGES_;
+  static constexpr int BM = BM_, BN = BN_, BK = BK_, WARPS_M = WARPS_M_, WARPS_N = WARPS_N_, STAGES = STAGES_,
+                       CTAS = CTAS_;
   static constexpr bool CHUNKED = CHUNKED_;
   static constexpr int THREADS = 32 * WARPS_M * WARPS_N;
   static constexpr int WM = BM / WARPS_M, WN = BN / WARPS_N;
@@ -55,9 +73,12 @@ struct TileConfig {
   static_assert(WM % 16 == 0 && WN % 32 == 0 && BK % 32 == 0);
 };
 
-template <GemmTile kTile>
-using tile_config = TileConfig<gemm_tile(kTile).m, gemm_tile(kTile).n, gemm_tile(kTile).k, gemm_tile(kTile).warps_m,
-                               gemm_tile(kTile).warps_n, gemm_tile(kTile).stages, gemm_tile(kTile).chunked>;
+// Operands that need realigning pass through registers, 8 for each piece: two stages, and half the depth where a tile
+// is large.
+template <GemmTile kTile, bool kAligned>
+using tile_config = TileConfig<gemm_tile(kTile).m, gemm_tile(kTile).n, gemm_tile(kTile, kAligned).k,
+                               gemm_tile(kTile).warps_m, gemm_tile(kTile).warps_n, gemm_tile(kTile, kAligned).stages,
+                               gemm_tile(kTile, kAligned).ctas, gemm_tile(kTile).chunked>;
 
 // XOR of a row's pieces, for rows of `pieces` 16-byte pieces: 8 consecutive rows at one piece cover all 32 banks.
 __device__ __forceinline__ int swizzle(int row, int pieces) {
@@ -65,33 +86,6 @@ __device__ __forceinline__ int swizzle(int row, int pieces) {
 }
 
 // ------------------------------------------------------------------------------------------- global to shared memory
-
-// Two aligned 16-byte loads that contain a piece at any address. Never reads a 16-byte block without a valid element.
-struct RawPiece {
-  uint4 low, high;
-};
-
-__device__ __forceinline__ RawPiece load_raw(const char* src, int bytes) {
-  const uint4 zero = make_uint4(0, 0, 0, 0);
-  const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(src) & 15);
-  const uint4* block = reinterpret_cast<const uint4*>(src - shift);
-  return {bytes > 0 ? __ldg(block) : zero, bytes + shift > 16 ? __ldg(block + 1) : zero};
-}
-
-__device__ __forceinline__ uint4 realign(const RawPiece& raw, int shift, int bytes) {
-  const uint32_t w[8] = {raw.low.x, raw.low.y, raw.low.z, raw.low.w, raw.high.x, raw.high.y, raw.high.z, raw.high.w};
-  uint32_t x[6], y[5], out[4];
-#pragma unroll
-  for (int i = 0; i < 6; ++i) x[i] = shift & 8 ? w[i + 2] : w[i];
-#pragma unroll
-  for (int i = 0; i < 5; ++i) y[i] = shift & 4 ? x[i + 1] : x[i];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    out[i] = __funnelshift_r(y[i], y[i + 1], (shift & 2) * 8);
-    if (bytes < 16) out[i] &= bytes >= 4 * i + 4 ? ~0u : bytes == 4 * i + 2 ? 0xffffu : 0u;
-  }
-  return make_uint4(out[0], out[1], out[2], out[3]);
-}
 
 // A thread's pieces of one operand's tile: piece c lies THREADS pieces after piece c - 1, which is a whole number of
 // rows (a multiple of 8 of them wherever there is more than one piece), so that all have the same column and swizzle.
@@ -224,36 +218,18 @@ struct Accumulator<T, true> {
 // ------------------------------------------------------------------------------------------------------------ kernel
 
 template <typename T, bool kHalfAcc, typename Config, bool kAligned>
-__global__ void __launch_bounds__(Config::THREADS, 1)
+__global__ void __launch_bounds__(Config::THREADS, Config::CTAS)
     gemm_sm80_kernel(const __grid_constant__ GemmParams p, const __grid_constant__ GemmSchedule sched) {
   constexpr int BM = Config::BM, BN = Config::BN, BK = Config::BK, WM = Config::WM, WN = Config::WN;
-  constexpr int THREADS = Config::THREADS, STAGES = kAligned ? Config::STAGES : 2, STEPS = BK / 16;
+  constexpr int THREADS = Config::THREADS, STAGES = Config::STAGES, STEPS = BK / 16;
   constexpr int MF = WM / 16, NF = WN / 8;
   extern __shared__ __align__(128) char smem[];
   const uint32_t ring = shared_address(smem);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_m = warp / Config::WARPS_N * WM, warp_n = warp % Config::WARPS_N * WN;
 
-  // Tiles in groups of group_m rows of tiles, m fastest, so that a wave of CTAs reads a near-square part of A and B.
-  const int64_t tiles = sched.tiles_m * sched.tiles_n;
-  const int64_t split = blockIdx.x / tiles;
-  const int64_t tile = blockIdx.x % tiles;
-  const int64_t group = tile / (sched.group_m * sched.tiles_n);
-  const int64_t group_rows = min(sched.group_m, sched.tiles_m - group * sched.group_m);
-  const int64_t in_group = tile - group * sched.group_m * sched.tiles_n;
-  const int tile_m = static_cast<int>(group * sched.group_m + in_group % group_rows);
-  const int tile_n = static_cast<int>(in_group / group_rows);
-  const int64_t m0 = int64_t(tile_m) * BM;
   const bool gated = p.kind == EpilogueKind::kGated;
-  const int64_t half = gated ? p.n / 2 : 0;
-  const int64_t n0 = int64_t(tile_n) * (gated ? BN / 2 : BN);  // of D's columns
-  const int64_t n_limit = gated ? half : p.n;
-
-  const int64_t k_begin = split * sched.split_len;
-  const int64_t k_count = max(min(p.k - k_begin, sched.split_len), int64_t(0));
-  const int k_tiles = static_cast<int>((k_count + BK - 1) / BK);
-  const int last_tile = static_cast<int>(k_count - (k_tiles - 1) * int64_t(BK));
-  const auto k_left = [&](int t) { return t + 1 < k_tiles ? BK : last_tile; };
+  constexpr auto columns_of = [](bool is_gated) { return is_gated ? BN / 2 : BN; };  // of D in a tile
 
   Accumulator<T, kHalfAcc> acc[MF][NF];
   float sum[Config::CHUNKED ? MF : 1][Config::CHUNKED ? NF : 1][4];
@@ -296,8 +272,16 @@ __global__ void __launch_bounds__(Config::THREADS, 1)
   // One copy for each pair of layouts: with the layout a run-time branch around each fragment's loads, the loads and
   // the multiplications do not overlap.
   const auto main_loop = [&]<bool kAKMajor, bool kBKMajor>() {
-    TileLoader<BM, BK, THREADS, kAKMajor> load_a(p.a, m0, p.m, 0, k_begin);
-    TileLoader<BN, BK, THREADS, kBKMajor> load_b(p.b, n0, n_limit, half, k_begin);
+    const TileIndex tile = locate_tile(sched);
+    const int64_t k_begin = tile.split * sched.split_len;
+    const int64_t k_count = min(p.k - k_begin, sched.split_len);
+    const int k_tiles = static_cast<int>((k_count + BK - 1) / BK);
+    const int last_tile = static_cast<int>(k_count - (k_tiles - 1) * int64_t(BK));
+    const auto k_left = [&](int t) { return t + 1 < k_tiles ? BK : last_tile; };
+    const int64_t half = gated ? p.n / 2 : 0;
+    TileLoader<BM, BK, THREADS, kAKMajor> load_a(p.a, int64_t(tile.m) * BM, p.m, 0, k_begin);
+    TileLoader<BN, BK, THREADS, kBKMajor> load_b(p.b, int64_t(tile.n) * columns_of(gated), gated ? half : p.n, half,
+                                                 k_begin);
     const FragmentAddress<BM, BK, MF, 0, kAKMajor> address_a(warp_m);
     const FragmentAddress<BN, BK, NF / 2, 1, kBKMajor> address_b(warp_n);
     if constexpr (kAligned) {
@@ -370,7 +354,7 @@ __global__ void __launch_bounds__(Config::THREADS, 1)
       }
     }
   };
-  if (k_tiles > 0) {
+  if (p.k > 0) {
     const bool a_kmajor = p.a.stride_k == 1, b_kmajor = p.b.stride_k == 1;
     if (a_kmajor && b_kmajor)
       main_loop.template operator()<true, true>();
@@ -389,11 +373,13 @@ __global__ void __launch_bounds__(Config::THREADS, 1)
       return acc[i][j].get(e);
   };
 
+  const TileIndex tile = locate_tile(sched);
+  const int64_t half = gated ? p.n / 2 : 0, n_limit = gated ? half : p.n;
+  const int64_t n0 = int64_t(tile.n) * columns_of(gated), row0 = int64_t(tile.m) * BM + warp_m;
   const int g = lane / 4, t2 = lane % 4 * 2;
-  const int64_t row0 = m0 + warp_m;
   if (sched.split > 1) {
     // The sum of this split, as one slab of (m, n) floats.
-    float* slab = static_cast<float*>(p.workspace) + split * p.m * p.n;
+    float* slab = static_cast<float*>(p.workspace) + tile.split * p.m * p.n;
 #pragma unroll
     for (int i = 0; i < MF; ++i)
 #pragma unroll
@@ -434,18 +420,13 @@ __global__ void __launch_bounds__(Config::THREADS, 1)
   for (int i = 0; i < MF; ++i) {
     r.row = row0 + i * 16 + lane_row;
     r.row_end = r.valid > 0 ? min(p.m, row0 + i * 16 + 16) : 0;
-    if (epilogue_has_input<T>(p)) {
-      // All of a lane's loads at once; it reads its own slots back.
+    if (epilogue_has_input(p)) {  // a lane reads back its own slots only
       constexpr int kLoads = 16 * WN / kQuad / 32;
-      float in[kLoads][kQuad];
-#pragma unroll
-      for (int l = 0; l < kLoads; ++l)
-        if (r.row + l * rows_per_pass < r.row_end)
-          load_epilogue_input<T>(p, r.row + l * rows_per_pass, r.col, r.valid, in[l]);
-#pragma unroll
-      for (int l = 0; l < kLoads; ++l)
-        *reinterpret_cast<float4*>(aux + (l * rows_per_pass + lane_row) * STRIDE + column) =
-            make_float4(in[l][0], in[l][1], in[l][2], in[l][3]);
+      float* out = aux + lane_row * STRIDE + column;
+      if (p.kind == EpilogueKind::kActGrad)
+        load_input_rows<T, kLoads>(static_cast<const T*>(p.saved), p.ldsaved, r, out, rows_per_pass * STRIDE);
+      else
+        load_input_rows<float, kLoads>(static_cast<const float*>(p.d), p.ldd, r, out, rows_per_pass * STRIDE);
     }
 #pragma unroll
     for (int f = 0; f < MF; ++f)  // registers have no index: pick fragment row i by a uniform branch
@@ -486,9 +467,9 @@ Status allow_shared_memory(Kernel* kernel, int bytes, std::atomic<uint64_t>& dev
 
 template <typename T, bool kHalfAcc, GemmTile kTile, bool kAligned>
 Status launch_gemm_sm80_tile(const GemmParams& p, const GemmPlan& plan, cudaStream_t stream) {
-  using Config = tile_config<kTile>;
+  using Config = tile_config<kTile, kAligned>;
   static std::atomic<uint64_t> devices{0};
-  constexpr int ring_bytes = (kAligned ? Config::STAGES : 2) * Config::STAGE_BYTES;
+  constexpr int ring_bytes = Config::STAGES * Config::STAGE_BYTES;
   constexpr int bytes = ring_bytes > Config::EPI_BYTES ? ring_bytes : Config::EPI_BYTES;
   const auto kernel = gemm_sm80_kernel<T, kHalfAcc, Config, kAligned>;
   if (const Status s = allow_shared_memory(kernel, bytes, devices); !s.ok()) return s;
@@ -496,16 +477,18 @@ Status launch_gemm_sm80_tile(const GemmParams& p, const GemmPlan& plan, cudaStre
   GemmSchedule sched;
   const bool gated = p.kind == EpilogueKind::kGated;
   const int64_t columns = gated ? p.n / 2 : p.n, tile_columns = gated ? Config::BN / 2 : Config::BN;
-  sched.tiles_m = (p.m + Config::BM - 1) / Config::BM;
-  sched.tiles_n = (columns + tile_columns - 1) / tile_columns;
-  sched.group_m = plan.group_m;
-  sched.split = plan.split;
+  const int64_t tiles_m = (p.m + Config::BM - 1) / Config::BM, tiles_n = (columns + tile_columns - 1) / tile_columns;
+  if (tiles_m > INT32_MAX || tiles_n > INT32_MAX / tiles_m || plan.split > INT32_MAX / (tiles_m * tiles_n))
+    return {"gemm: more than 2^31 - 1 tiles of the output"};
+  sched.tiles_m = static_cast<uint32_t>(tiles_m);
+  sched.tiles_n = static_cast<uint32_t>(tiles_n);
+  sched.group_m = static_cast<uint32_t>(std::min<int64_t>(plan.group_m, tiles_m));
+  sched.split = static_cast<uint32_t>(plan.split);
   sched.split_len = plan.split_len;
   const bool chunks = plan.split == 1 && p.accumulate.chunk < p.k;
   sched.chunk_steps = chunks ? static_cast<int>(p.accumulate.chunk / 16) : 0;
-  const int64_t grid = sched.tiles_m * sched.tiles_n * sched.split;
-  if (grid > INT32_MAX) return {"gemm: more than 2^31 - 1 tiles of the output"};
-  kernel<<<static_cast<unsigned>(grid), Config::THREADS, bytes, stream>>>(p, sched);
+  const uint32_t grid = sched.tiles_m * sched.tiles_n * sched.split;
+  kernel<<<grid, Config::THREADS, bytes, stream>>>(p, sched);
   return {nullptr, cudaPeekAtLastError()};
 }
 

@@ -1,12 +1,12 @@
 // Host side of the Hopper GEMM: tensor maps, instance lookup, launch. The instances are in gemm_sm90_*.cu.
-#include "gemm_sm90.h"
+#include "cuda/gemm_sm90.h"
 
 #include <cuda.h>
 
 #include <cstring>
 #include <mutex>
 
-#include "gemm_sm90_launch.h"
+#include "cuda/gemm_sm90_launch.h"
 
 namespace ampkernels::cuda {
 namespace {
@@ -15,14 +15,15 @@ using namespace sm90;
 
 constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 4096;  // tile coordinates are 32 bits
 
-// ---------------------------------------------------------------------------------------------------------- tensor maps
+// ---------------------------------------------------------------------------------------------------------- tensor
+// maps
 
 // A row-major matrix as TMA sees it: `inner` elements to a row, rows `ld` elements apart, moved in boxes.
 struct MapKey {
   const void* data;
   int64_t inner, outer, ld;
   int32_t box_inner, box_outer;
-  int32_t half;      // fp16 rather than bf16
+  int32_t half;       // fp16 rather than bf16
   int32_t swizzle64;  // rather than 128
 };
 
@@ -54,13 +55,13 @@ bool encode(const MapKey& key, CUtensorMap* map) {
                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// Encoding costs more than a launch can spare for each of up to six maps, so each thread keeps the latest: sets of four,
-// the least recently used of a set replaced.
+// Encoding costs more than a launch can spare for each of up to six maps, so each thread keeps the latest: sets of
+// four, the least recently used of a set replaced.
 class MapCache {
  public:
   bool get(const MapKey& key, CUtensorMap* map) {
-    uint64_t h = reinterpret_cast<uintptr_t>(key.data) ^ uint64_t(key.outer) * 0x9e3779b97f4a7c15u ^ uint64_t(key.inner) << 20 ^
-                 uint64_t(key.box_outer) << 40 ^ uint64_t(key.ld) << 8;
+    uint64_t h = reinterpret_cast<uintptr_t>(key.data) ^ uint64_t(key.outer) * 0x9e3779b97f4a7c15u ^
+                 uint64_t(key.inner) << 20 ^ uint64_t(key.box_outer) << 40 ^ uint64_t(key.ld) << 8;
     h *= 0x9e3779b97f4a7c15u;
     Entry* const set = entries_ + (h >> 60) * kWays;
     Entry* oldest = set;
@@ -92,31 +93,33 @@ class MapCache {
   uint64_t clock_ = 0;
 };
 
-bool tma_can_address(const void* data, int64_t ld, int64_t rows) {
-  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && (rows == 1 || (ld > 0 && ld % 8 == 0 && ld < (int64_t(1) << 38)));
+// Rows of `cols` elements, `ld` apart: 16-byte aligned, not overlapping.
+bool tma_can_address(const void* data, int64_t ld, int64_t rows, int64_t cols) {
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0 &&
+         (rows == 1 || (ld >= cols && ld % 8 == 0 && ld < (int64_t(1) << 38)));
 }
 
 enum class Major { kNone, kK, kMn };
 
 // How TMA can read an operand of `outer` rows and `k` columns.
 Major major_of(const GemmOperand& o, int64_t outer, int64_t k) {
-  if ((o.stride_k == 1 || k == 1) && tma_can_address(o.data, o.stride_outer, outer)) return Major::kK;
-  if ((o.stride_outer == 1 || outer == 1) && tma_can_address(o.data, o.stride_k, k)) return Major::kMn;
+  if ((o.stride_k == 1 || k == 1) && tma_can_address(o.data, o.stride_outer, outer, k)) return Major::kK;
+  if ((o.stride_outer == 1 || outer == 1) && tma_can_address(o.data, o.stride_k, k, outer)) return Major::kMn;
   return Major::kNone;
 }
 
-bool operand_map(MapCache& cache, const GemmOperand& o, int64_t outer, int64_t k, bool mn_major, int box_rows, bool half,
-                 CUtensorMap* map) {
+bool operand_map(MapCache& cache, const GemmOperand& o, int64_t outer, int64_t k, bool mn_major, int box_rows,
+                 bool half, CUtensorMap* map) {
   const MapKey key = mn_major ? MapKey{o.data, outer, k, o.stride_k, 64, 64, half, 0}
                               : MapKey{o.data, k, outer, o.stride_outer, 64, box_rows, half, 0};
   return cache.get(key, map);
 }
 
-bool output(MapCache& cache, void* data, int64_t ld, int64_t rows, int64_t cols, int strip, bool half, Out90* out) {
+bool output(MapCache& cache, void* data, int64_t ld, int64_t rows, int64_t cols, int panel, bool half, Out90* out) {
   out->data = data;
   out->ld = ld;
-  out->tma = data != nullptr && tma_can_address(data, ld, rows);
-  return !out->tma || cache.get(MapKey{data, cols, rows, ld, strip, 64, half, strip == 32}, &out->map);
+  out->tma = data != nullptr && tma_can_address(data, ld, rows, cols);
+  return !out->tma || cache.get(MapKey{data, cols, rows, ld, panel, 64, half, panel == 32}, &out->map);
 }
 
 // ------------------------------------------------------------------------------------------------------------- problem
@@ -160,7 +163,8 @@ int multiprocessors(int device) {
 }
 
 cudaError_t configure(const Kernel90& kernel, int device) {
-  if (device < KernelState90::kDevices && kernel.state->configured[device].load(std::memory_order_acquire)) return cudaSuccess;
+  if (device < KernelState90::kDevices && kernel.state->configured[device].load(std::memory_order_acquire))
+    return cudaSuccess;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.smem_bytes);
   if (error == cudaSuccess && device < KernelState90::kDevices) {
@@ -169,10 +173,11 @@ cudaError_t configure(const Kernel90& kernel, int device) {
   return error;
 }
 
-// A persistent grid must not exceed what is resident at once: the rest would run as a second wave. GPCs with an odd number
-// of multiprocessors leave one of them out.
+// A persistent grid must not exceed what is resident at once: the rest would run as a second wave. GPCs with an odd
+// number of multiprocessors leave one of them out.
 cudaError_t resident_clusters(const Kernel90& kernel, const cudaLaunchConfig_t& config, int device, int* count) {
-  *count = device < KernelState90::kDevices ? kernel.state->resident_clusters[device].load(std::memory_order_relaxed) : 0;
+  *count =
+      device < KernelState90::kDevices ? kernel.state->resident_clusters[device].load(std::memory_order_relaxed) : 0;
   if (*count != 0) return cudaSuccess;
   const cudaError_t error = cudaOccupancyMaxActiveClusters(count, kernel.function, &config);
   if (error == cudaSuccess && device < KernelState90::kDevices) kernel.state->resident_clusters[device].store(*count);
@@ -196,7 +201,14 @@ bool gemm_sm90_supports(const GemmParams& p) {
   return false;
 }
 
-size_t gemm_sm90_workspace_bytes(const GemmParams&) { return 0; }
+int gemm_sm90_splits(const GemmParams& p) {
+  return plan_gemm_sm90(p, multiprocessors(device_of_this_thread())).splits;
+}
+
+size_t gemm_sm90_workspace_bytes(const GemmParams& p) {
+  const int splits = gemm_sm90_splits(p);
+  return splits > 1 ? size_t(splits) * size_t(p.m) * size_t(p.n) * sizeof(float) : 0;
+}
 
 Status launch_gemm_sm90(const GemmParams& p, cudaStream_t stream) {
   return launch_gemm_sm90(p, plan_gemm_sm90(p, multiprocessors(device_of_this_thread())), stream);
@@ -236,17 +248,20 @@ Status launch_gemm_sm90(const GemmParams& p, const GemmSm90Plan& plan, cudaStrea
     args.d.ld = p.ldd;
     args.d.paired = reinterpret_cast<uintptr_t>(p.d) % 8 == 0 && p.ldd % 2 == 0;
   } else {
-    mapped = mapped && output(cache, p.d, p.ldd, p.m, n_out, kernel.strip, half, &args.d);
+    mapped = mapped && output(cache, p.d, p.ldd, p.m, n_out, kernel.panel, half, &args.d);
   }
   if (p.pre != nullptr) {
-    mapped = mapped && output(cache, p.pre, p.ldpre, p.m, n_out, kernel.strip, half, &args.pre);
+    mapped = mapped && output(cache, p.pre, p.ldpre, p.m, n_out, kernel.panel, half, &args.pre);
     if (gated) {
-      mapped = mapped && output(cache, static_cast<uint16_t*>(p.pre) + n_out, p.ldpre, p.m, n_out, kernel.strip, half, &args.pre_up);
+      mapped = mapped && output(cache, static_cast<uint16_t*>(p.pre) + n_out, p.ldpre, p.m, n_out, kernel.panel, half,
+                                &args.pre_up);
     }
   }
   if (p.act_out != nullptr) {
-    mapped = mapped && output(cache, p.act_out, p.ldact_out, p.m, p.n, kernel.strip, half, &args.act_out);
+    mapped = mapped && output(cache, p.act_out, p.ldact_out, p.m, p.n, kernel.panel, half, &args.act_out);
   }
+  args.d_slot = (p.pre != nullptr ? (gated ? 2 : 1) : 0) + (p.act_out != nullptr ? 1 : 0);
+  args.buffered = plan.splits == 1 && (args.d.tma || args.pre.tma || args.pre_up.tma || args.act_out.tma);
   if (!mapped) return {"gemm: encoding a tensor map failed", 0};
 
   Schedule90& s = args.schedule;
@@ -259,10 +274,16 @@ Status launch_gemm_sm90(const GemmParams& p, const GemmSm90Plan& plan, cudaStrea
   s.group = plan.group;
   s.group_along_n = plan.group_along_n;
   s.k_blocks = int32_t((p.k + 63) / 64);
-  s.blocks_per_split = s.k_blocks;
-  s.chunk_blocks = p.accumulate.chunk > 0 ? int32_t(std::min<int64_t>((p.accumulate.chunk + 63) / 64, s.k_blocks)) : s.k_blocks;
+  s.blocks_per_split = (s.k_blocks + plan.splits - 1) / plan.splits;
+  s.chunk_blocks =
+      p.accumulate.chunk > 0 ? int32_t(std::min<int64_t>((p.accumulate.chunk + 63) / 64, s.k_blocks)) : s.k_blocks;
   s.items_per_split = s.items_m * s.items_n;
-  s.items = s.items_per_split;
+  s.items = s.items_per_split * ((s.k_blocks + s.blocks_per_split - 1) / s.blocks_per_split);
+  if (plan.splits > 1) {
+    if (p.workspace == nullptr) return {"gemm: a split of K needs its workspace", 0};
+    if (s.items != s.items_per_split * plan.splits) return {"gemm: a split of K without any k", 0};
+    args.partials = static_cast<float*>(p.workspace);
+  }
 
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(unsigned(std::min(multiprocessors(device), s.items)));
@@ -279,11 +300,13 @@ Status launch_gemm_sm90(const GemmParams& p, const GemmSm90Plan& plan, cudaStrea
     config.numAttrs = 1;
     config.gridDim = dim3(unsigned(multiprocessors(device) / 2 * 2));
     int clusters = 0;
-    if (const cudaError_t error = resident_clusters(kernel, config, device, &clusters); error != cudaSuccess || clusters == 0) {
+    if (const cudaError_t error = resident_clusters(kernel, config, device, &clusters);
+        error != cudaSuccess || clusters == 0) {
       return {"gemm: no cluster of two fits the device", int(error)};
     }
     config.gridDim = dim3(unsigned(std::min(clusters, s.items) * 2));
   }
+  s.step = int32_t(config.gridDim.x) / (s.share == Share::kNone ? 1 : 2);
   void* arguments[1] = {&args};
   const cudaError_t error = cudaLaunchKernelExC(&config, kernel.function, arguments);
   if (error != cudaSuccess) return {"gemm: the launch failed", int(error)};

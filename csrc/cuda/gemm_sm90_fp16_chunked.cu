@@ -1,4 +1,4 @@
-#include "gemm_sm90_instances.cuh"
+#include "cuda/gemm_sm90_instances.cuh"
 
 namespace ampkernels::cuda::sm90 {
 

@@ -1,8 +1,8 @@
-// The table of kernels, by operand type. Each gemm_sm90_*.cu instantiates one of these functions, so that they compile in
-// parallel.
+// The table of kernels, by operand type. Each gemm_sm90_*.cu instantiates one of these functions, so that they compile
+// in parallel.
 #pragma once
 
-#include "gemm_sm90.cuh"
+#include "cuda/gemm_sm90.cuh"
 
 namespace ampkernels::cuda::sm90 {
 
@@ -11,8 +11,14 @@ Kernel90 instance() {
   constexpr TileShape kShape = tile_shape(kTile);
   using C = Config<T, kMnMajorA, kMnMajorB, kKind, kShape.m, kShape.n, kShape.schedule, kChain>;
   static KernelState90 state;
-  return {reinterpret_cast<const void*>(&gemm_sm90_kernel<C>), C::kBlockM, C::kBlockN, C::kStrip, C::kSmemBytes, C::kStages,
-          C::kPingpong, &state};
+  return {reinterpret_cast<const void*>(&gemm_sm90_kernel<C>),
+          C::kBlockM,
+          C::kBlockN,
+          C::kPanel,
+          C::kSmemBytes,
+          C::kStages,
+          C::kPingpong,
+          &state};
 }
 
 // One tile for each operand order: forward (both K-major), dgrad (B MN-major), wgrad (both MN-major).

@@ -6,8 +6,8 @@
 #include <atomic>
 #include <cstdint>
 
-#include "../plan/gemm_sm90_plan.h"
 #include "ampkernels/params.h"
+#include "plan/gemm_sm90_plan.h"
 
 namespace ampkernels::cuda::sm90 {
 
@@ -17,6 +17,7 @@ struct Schedule90 {
   int32_t items;            // tiles, or pairs of tiles, times splits
   int32_t items_per_split;  // items_m * items_n
   int32_t items_m, items_n;
+  int32_t step;  // CTAs, or clusters: the distance between two items of one of them
   int32_t group;
   bool group_along_n;
   Share share;
@@ -46,6 +47,8 @@ struct Args90 {
   VectorIn bias;
   Activation activation;
   bool saved_is_output, d_fp32, beta;
+  bool buffered;   // some result leaves through shared memory
+  int32_t d_slot;  // d's buffer of a panel, after those of the other results
   int32_t m, n, n_out;
   float* partials;  // split K: (splits, m, n) fp32 sums instead of the epilogue
   Schedule90 schedule;
@@ -61,7 +64,7 @@ struct KernelState90 {
 // One instance of the kernel.
 struct Kernel90 {
   const void* function = nullptr;
-  int block_m = 0, block_n = 0, strip = 0;
+  int block_m = 0, block_n = 0, panel = 0;
   int smem_bytes = 0;
   int stages = 0;
   bool pingpong = false;

@@ -1,17 +1,18 @@
 // layer_norm and rms_norm backward. With h = (s - mean) * rstd and g = dy * (weight + offset):
 //   dx = rstd * (g - mean(g) - h * mean(g * h)) + dsum,   dweight = sum over rows of dy * h,   dbias = sum of dy.
 //
-// Layout. Resident tiers: persistent CTAs. A CTA holds `slots` groups of lanes; each takes every R-th row, R = all slots
-// of the grid, and keeps the sums of its columns in registers over all of its rows. Rows of s and dy arrive by cp.async in
-// a ring of stages, as they lie in memory (16-byte units, whatever the row's alignment), and are read from shared memory
-// twice, so a row costs no registers while it is in flight. Weights are widened once into shared memory.
-// The number of row groups and which rows each adds depend on (rows, cols, dtypes) and the architecture only: slots of a
-// CTA are added in order, then CTAs in order, by a second kernel of one pass over partials that are still in L2.
-// Streaming tier: dx by a CTA per row, the column sums by a second reading.
-// Synchronisation. One barrier (or cluster barrier) per row for both means; one more where lanes read units that other
-// lanes copied (rows off 16 bytes, or dy wider than s).
-// Rounding points. s - mean, times rstd; dy * weight; the sums (fp32, or fp64 for fp64 s); the combination and dsum, each
-// once; then dx once to its dtype, and dweight, dbias once to theirs.
+// Layout. Resident tiers: persistent CTAs. A CTA holds `slots` groups of lanes; each takes every R-th row, R = all
+// slots of the grid, and keeps the sums of its columns in registers over all of its rows. Rows of s and dy arrive in a
+// ring of stages, as they lie in memory, by bulk copies (aligned rows, from 9.0 on) or by cp.async (16-byte units,
+// whatever the row's alignment), and are read from shared memory twice, so a row costs no registers while it is in
+// flight. Weights are widened once into shared memory. The number of row groups and which rows each adds depend on
+// (rows, cols, dtypes) and the architecture only: slots of a CTA are added in order, then CTAs in order, by a second
+// kernel of one pass over partials that are still in L2. Streaming tier: dx by a CTA per row, the column sums by a
+// second reading. Synchronisation. One barrier per row for both means; one more where lanes read units that other lanes
+// copied (rows off 16 bytes, or no whole number of vectors). Rounding points. d = s - mean, h = d * rstd; dy * weight;
+// the sums (fp32, or fp64 for fp64 s) and the row's two factors; dx = rstd * g + (factor * h + factor) by two fma, plus
+// dsum; then dx once to its dtype, and dweight, dbias once to theirs.
+#include "norm_bwd_streaming.cuh"
 #include "rows_common.cuh"
 
 namespace ampkernels::cuda {
@@ -19,26 +20,28 @@ namespace {
 
 struct BwdShape {
   TeamShape team;
-  int groups;       // CTAs (clusters) that add rows
+  int groups;  // CTAs (clusters) that add rows
   int stages;
-  int s_bytes;      // of one slot and stage
+  int s_bytes;  // of one slot and stage
   int dy_bytes;
-  int weight_at;    // offsets into shared memory
+  int weight_at;  // offsets into shared memory
   int scratch_at;
-  bool own_units;   // every lane reads only the units that it copied
+  int barriers_at;
 };
 
 __device__ __forceinline__ void copy_unit(uint32_t to, const char* from, int bytes) {  // zeroes the rest of 16
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void copy_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 template <int kPending>
 __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// `count` elements of a row into shared memory: unit-stride rows as they lie, beginning at the 16-byte unit that holds the
-// first element; others element by element, each lane its own vectors.
+// `count` elements of a row into shared memory: unit-stride rows as they lie, beginning at the 16-byte unit that holds
+// the first element; others element by element, each lane its own vectors.
 template <int V, int K>
 __device__ __forceinline__ void copy_row(char* to, const char* row, int64_t stride, DType dtype, int count, int lane,
                                          int lanes) {
@@ -103,184 +106,266 @@ __device__ __forceinline__ void read_vector(const char* from, int shift, int j, 
   for (int e = 0; e < V; ++e) v[e] = to_compute<C>(pack.element(e));
 }
 
-template <typename T, int V, typename C>
-__device__ __forceinline__ void add_vector(const RowsIn& m, const char* row, int j, int limit, C (&v)[V]) {
-  const auto add = [&]<typename D>() {
-    Vectors<D, V, 1> r;
-    r.load(row, m.col_stride, j, 1, limit);
-    C a[V];
-    r.get(0, a);
-#pragma unroll
-    for (int e = 0; e < V; ++e) v[e] += a[e];
-  };
-  with_dtype<T>(m.dtype, add, [&] {
-    C a[1][V];
-    load_other(row, m.dtype, m.col_stride, j, 1, limit, a);
-#pragma unroll
-    for (int e = 0; e < V; ++e) v[e] += a[0][e];
-  });
-}
-
-template <typename T, bool kRms, int K>
+// D: the dtype of dy. kAligned: rows on 16 bytes, of whole vectors, dx and dsum of T: every lane copies what it reads.
+// Otherwise anything, and D is only the wider of the two dtypes that dy may have.
+template <typename T, typename D, bool kRms, bool kAligned>
 __global__ void __launch_bounds__(kRowsCtaThreads, 1)
     norm_bwd_resident(const __grid_constant__ NormBwdParams p, const __grid_constant__ BwdShape shape) {
   using C = compute_t<T>;
-  constexpr int V = kVector<T>;
-  extern __shared__ __align__(16) char shared[];
+  constexpr int V = kVector<T>, K = sizeof(T) == 2 && sizeof(D) > 2 ? 2 : 4;
+#if __CUDA_ARCH__ >= 900
+  constexpr bool kBulk = kAligned;  // one lane of a slot starts its copies, counted on a barrier per slot and stage
+#else
+  constexpr bool kBulk = false;
+#endif
   grid_launch_dependents();
   grid_dependency_wait();
 
-  C* const weight = reinterpret_cast<C*>(shared + shape.weight_at);
-  Team<C> team(shape.team, reinterpret_cast<C*>(shared + shape.scratch_at));
+  C* const weight = reinterpret_cast<C*>(rows_shared + shape.weight_at);
+  Team<C, true> team(shape.team, shape.scratch_at);
   const int lane = team.lane, lanes = team.lanes, slots = shape.team.rows_per_cta;
-  const int group = int(blockIdx.x) / shape.team.cluster;
+  const int64_t group = row_group_index(shape.team.cluster);
   const int segment = lanes * K * V;  // columns of this CTA
   const int64_t begin = int64_t(team.rank) * segment;
   const int limit = int(max(min(p.cols - begin, int64_t(segment)), int64_t(0)));
 
+  // Weights in units of 16 bytes, unit u of vector j at u * (vectors of the segment) + j: free of bank conflicts.
+  constexpr int kPart = 16 / int(sizeof(C));
+  const int parts = lanes * K;
   for (int c = int(threadIdx.x); c < segment; c += int(blockDim.x)) {
     C w = c < limit ? C(1) : C(0);
     if (p.weight.data && c < limit)
       w = load_as<C>(p.weight.data, p.weight.dtype, (begin + c) * p.weight.stride) + (kRms ? C(p.weight_offset) : C(0));
-    weight[c] = w;
+    weight[(c % V / kPart * parts + c / V) * kPart + c % kPart] = w;
   }
+  uint64_t* const barriers = reinterpret_cast<uint64_t*>(rows_shared + shape.barriers_at) + team.slot;  // [stage][slot]
+  if (kBulk && lane == 0)
+    for (int i = 0; i < shape.stages; ++i) mbarrier_init(&barriers[i * slots]);
   __syncthreads();
 
   const int64_t step = int64_t(shape.groups) * slots;
-  const int64_t row0 = int64_t(group) * slots + team.slot;
+  const int64_t row0 = group * slots + team.slot;
   // Lanes of a warp stay together: rounds are those of the warp's first slot.
   const int64_t lead = lanes < 32 ? row0 - (team.slot & (32 / lanes - 1)) : row0;
   const int rounds = lead < p.rows ? int((p.rows - lead + step - 1) / step) : 0;
   const int slot_bytes = shape.s_bytes + shape.dy_bytes;
-  char* const ring = shared + team.slot * slot_bytes;
+  char* const ring = rows_shared + team.slot * slot_bytes;
   const int stage_bytes = slots * slot_bytes;
 
-  C next_mean = 0, next_rstd = 0;
-  const auto fetch = [&](int round) {
-    const int64_t row = row0 + round * step;
-    if (round < rounds && row < p.rows) {
-      char* to = ring + round % shape.stages * stage_bytes;
-      copy_row<V, K>(to, row_pointer(p.s, row, begin), p.s.col_stride, p.s.dtype, limit, lane, lanes);
-      copy_row<V, K>(to + shape.s_bytes, row_pointer(p.dy, row, begin), p.dy.col_stride, p.dy.dtype, limit, lane, lanes);
+  // Rows of s and dy into the next stage.
+  int fetch_stage = 0;
+  int64_t fetch_row = row0;
+  int fetches = 0;
+  const auto fetch = [&] {
+    if (fetches < rounds && fetch_row < p.rows) {
+      char* to = ring + fetch_stage * stage_bytes;
+      if constexpr (kBulk) {
+        if (lane == 0) {
+          uint64_t* const barrier = &barriers[fetch_stage * slots];
+          const int s_bytes = limit * int(sizeof(T)), dy_bytes = limit * int(sizeof(D));
+          mbarrier_expect(barrier, s_bytes + dy_bytes);
+          if (limit > 0) {
+            bulk_copy(shared_address(to), aligned_row(p.s, fetch_row, sizeof(T)) + begin * int(sizeof(T)), s_bytes,
+                      barrier);
+            bulk_copy(shared_address(to) + shape.s_bytes,
+                      aligned_row(p.dy, fetch_row, sizeof(D)) + begin * int(sizeof(D)), dy_bytes, barrier);
+          }
+        }
+      } else if constexpr (kAligned) {
+        const char* s = aligned_row(p.s, fetch_row, sizeof(T)) + begin * int(sizeof(T));
+        const char* dy = aligned_row(p.dy, fetch_row, sizeof(D)) + begin * int(sizeof(D));
+        constexpr int kS = V * int(sizeof(T)), kDy = V * int(sizeof(D));
+        const uint32_t at = shared_address(to);
+#pragma unroll
+        for (int k = 0; k < K; ++k) {
+          const int j = lane + k * lanes;
+          if (j * V >= limit) continue;
+          copy_unit(at + j * kS, s + j * kS, 16);
+#pragma unroll
+          for (int u = 0; u < kDy; u += 16) copy_unit(at + shape.s_bytes + j * kDy + u, dy + j * kDy + u, 16);
+        }
+      } else {
+        copy_row<V, K>(to, row_pointer(p.s, fetch_row, begin), p.s.col_stride, p.s.dtype, limit, lane, lanes);
+        copy_row<V, K>(to + shape.s_bytes, row_pointer(p.dy, fetch_row, begin), p.dy.col_stride, p.dy.dtype, limit,
+                       lane, lanes);
+      }
     }
-    copy_commit();
+    if (!kBulk) copy_commit();
+    ++fetches;
+    fetch_row += step;
+    fetch_stage = fetch_stage + 1 == shape.stages ? 0 : fetch_stage + 1;
   };
-  const auto fetch_statistics = [&](int round) {
-    const int64_t row = row0 + round * step;
-    if (round < rounds && row < p.rows) {
+  C next_mean = 0, next_rstd = 0;
+  const auto fetch_statistics = [&](int64_t row) {
+    if (row < p.rows) {
       if constexpr (!kRms) next_mean = static_cast<const C*>(p.mean)[row];
       next_rstd = static_cast<const C*>(p.rstd)[row];
     }
   };
 
-  C dweight[K][V], dbias[K][V];
+  C dweight[K][V], dbias[kRms ? 1 : K][V];
 #pragma unroll
   for (int k = 0; k < K; ++k)
 #pragma unroll
-    for (int e = 0; e < V; ++e) dweight[k][e] = dbias[k][e] = 0;
+    for (int e = 0; e < V; ++e) {
+      dweight[k][e] = 0;
+      if constexpr (!kRms) dbias[k][e] = 0;
+    }
 
-  fetch_statistics(0);
-  for (int round = 0; round < shape.stages - 1; ++round) fetch(round);
+  const C inverse = C(shape.team.inverse);
+  fetch_statistics(row0);
+  for (int i = 0; i < shape.stages - 1; ++i) fetch();
+  int stage = 0, parity = 0;
+  int64_t row_or_past = row0;
 #pragma unroll 1
-  for (int round = 0; round < rounds; ++round) {
-    const int64_t row_or_past = row0 + round * step;
+  for (int round = 0; round < rounds; ++round, row_or_past += step) {
     const bool active = row_or_past < p.rows;
     const int64_t row = active ? row_or_past : 0;
     const C mean = next_mean, rstd = next_rstd;
-    switch (shape.stages) {
-      case 1:
-        team.sync();
-        fetch(round);
+    if constexpr (kBulk) {
+      if (active) mbarrier_wait(&barriers[stage * slots], parity);
+    } else {
+      if (shape.stages == 1) {
+        if (!kAligned) team.sync();
+        fetch();
+      }
+      if (shape.stages <= 2)
         copy_wait<0>();
-        break;
-      case 2:
-        copy_wait<0>();
-        break;
-      case 3:
+      else if (shape.stages == 3)
         copy_wait<1>();
-        break;
-      default:
-        copy_wait<2>();
-        break;
-    }
-    if (!shape.own_units || lanes <= 32) team.sync();
-    if (shape.stages > 1) fetch(round + shape.stages - 1);
-    fetch_statistics(round + 1);
-
-    const char* s_at = ring + round % shape.stages * stage_bytes;
-    const char* dy_at = s_at + shape.s_bytes;
-    const int s_shift = p.s.col_stride == 1 ? int(misalignment(row_pointer(p.s, row, begin), 16)) : 0;
-    const int dy_shift = p.dy.col_stride == 1 ? int(misalignment(row_pointer(p.dy, row, begin), 16)) : 0;
-    const int here = active ? limit : 0;
-
-    // One vector: h, dy and g = dy * weight; zeros past the end.
-    const auto read = [&](int j, C(&h)[V], C(&dy)[V], C(&g)[V]) {
-      read_vector<T, V>(s_at, s_shift, j, h);
-      if (p.dy.dtype == dtype_of<T>::value)
-        read_vector<T, V>(dy_at, dy_shift, j, dy);
       else
-        read_vector<Paired<T>, V>(dy_at, dy_shift, j, dy);  // the plan sends every other dtype to the streaming tier
-      if ((j + 1) * V > here)
+        copy_wait<2>();
+      if (!kAligned) team.sync();  // lanes read units that other lanes copied
+      if (shape.stages > 1) fetch();
+    }
+    fetch_statistics(row_or_past + step);
+
+    const char* s_at = ring + stage * stage_bytes;
+    const char* dy_at = s_at + shape.s_bytes;
+    if (++stage == shape.stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+    const int here = active ? limit : 0;
+    int s_shift = 0, dy_shift = 0;
+    if constexpr (!kAligned) {
+      if (p.s.col_stride == 1) s_shift = int(misalignment(row_pointer(p.s, row, begin), 16));
+      if (p.dy.col_stride == 1) dy_shift = int(misalignment(row_pointer(p.dy, row, begin), 16));
+    }
+
+    // One vector: the deviations d = s - mean, dy and g = dy * weight; zeros past the end.
+    const auto read = [&](int j, C(&d)[V], C(&dy)[V], C(&g)[V]) {
+      read_vector<T, V>(s_at, s_shift, j, d);
+      if constexpr (kAligned) {
+        read_vector<D, V>(dy_at, 0, j, dy);
+      } else {
+        if (p.dy.dtype == dtype_of<T>::value)
+          read_vector<T, V>(dy_at, dy_shift, j, dy);
+        else
+          read_vector<Paired<T>, V>(dy_at, dy_shift, j, dy);  // the plan sends every other dtype to the streaming tier
+        if ((j + 1) * V > here)
 #pragma unroll
-        for (int e = 0; e < V; ++e)
-          if (j * V + e >= here) h[e] = mean, dy[e] = 0;
+          for (int e = 0; e < V; ++e)
+            if (j * V + e >= here) d[e] = mean, dy[e] = 0;
+      }
 #pragma unroll
-      for (int e = 0; e < V; ++e) {
-        h[e] = (kRms ? h[e] : h[e] - mean) * rstd;
-        g[e] = dy[e] * weight[j * V + e];
+      for (int part = 0; part < V / kPart; ++part) {
+        uint32_t w[4];
+        read_unit<16>(w, reinterpret_cast<const char*>(weight + (part * parts + j) * kPart));
+#pragma unroll
+        for (int i = 0; i < kPart; ++i) {
+          const int e = part * kPart + i;
+          if constexpr (!kRms) d[e] -= mean;
+          if constexpr (sizeof(C) == 4)
+            g[e] = dy[e] * bit_cast<float>(w[i]);
+          else
+            g[e] = dy[e] * bit_cast<double>(uint64_t(w[2 * i]) | uint64_t(w[2 * i + 1]) << 32);
+        }
       }
     };
 
-    C sums[2] = {0, 0};  // of g * h, of g
+    C sums[kRms ? 1 : 2] = {0};  // of g * h, of g
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       const int j = lane + k * lanes;
       asm volatile("" ::: "memory");  // one vector at a time: the column sums leave no registers for more
       if (j * V >= here) continue;
-      C h[V], dy[V], g[V], gh = 0, gm = 0;
-      read(j, h, dy, g);
+      C d[V], dy[V], g[V], gd = 0, gm = 0;
+      read(j, d, dy, g);
 #pragma unroll
       for (int e = 0; e < V; ++e) {
-        gh = fma(g[e], h[e], gh);
-        dweight[k][e] = fma(dy[e], h[e], dweight[k][e]);
+        const C h = d[e] * rstd;
+        gd = fma(g[e], h, gd);
+        dweight[k][e] = fma(dy[e], h, dweight[k][e]);
         if constexpr (!kRms) {
           gm += g[e];
           dbias[k][e] += dy[e];
         }
       }
-      sums[0] += gh;
-      sums[1] += gm;
+      sums[0] += gd;
+      if constexpr (!kRms) sums[1] += gm;
     }
-    if (!p.dx.data) continue;
-    if constexpr (kRms) {
-      C sum[1] = {sums[0]};
-      team.reduce(sum, Sum{}, C(0));
-      sums[0] = sum[0];
-    } else {
-      team.reduce(sums, Sum{}, C(0));
-    }
-    const C gh = sums[0] / C(p.cols), gm = sums[1] / C(p.cols);
-
-    char* dx = row_pointer(p.dx, row, begin);
-    const char* dsum = p.dsum.data ? row_pointer(p.dsum, row, begin) : nullptr;
-#pragma unroll 1
-    for (int k = 0; k < K; ++k) {
-      const int j = lane + k * lanes;
-      C h[V], dy[V], g[1][V];
-      if (j * V < here) {
-        read(j, h, dy, g[0]);
-#pragma unroll
-        for (int e = 0; e < V; ++e) g[0][e] = fma(-h[e], gh, kRms ? g[0][e] : g[0][e] - gm) * rstd;
-        if (dsum) add_vector<T, V>(p.dsum, dsum, j, here, g[0]);
+    if (!p.dx.data) {
+      if (kBulk) {
+        team.sync();
+        fetch();
       }
-      store_vectors<T>(dx, p.dx.dtype, p.dx.col_stride, j, 0, here, lane, lanes, g);
+      continue;
+    }
+    team.reduce(sums, Sum{}, C(0));
+    if (kBulk) fetch();  // every lane has left the stage of the last round
+    // dx = rstd * g - rstd * mean(g * h) * h - rstd * mean(g)
+    const C by_h = -(sums[0] * inverse) * rstd, constant = kRms ? C(0) : -(sums[kRms ? 0 : 1] * inverse) * rstd;
+    const auto combine = [&](int j, C(&g)[V]) {
+      C d[V], dy[V];
+      read(j, d, dy, g);
+#pragma unroll
+      for (int e = 0; e < V; ++e) {
+        const C h = d[e] * rstd;
+        g[e] = fma(g[e], rstd, kRms ? by_h * h : fma(by_h, h, constant));
+      }
+    };
+    if constexpr (kAligned) {
+      char* dx = aligned_row(p.dx, row, sizeof(T)) + begin * int(sizeof(T));
+      Vectors<T, V, K> dsum;
+      if (p.dsum.data)
+        dsum.load_aligned(aligned_row(p.dsum, row, sizeof(T)) + begin * int(sizeof(T)), lane, lanes, here / V);
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        const int j = lane + k * lanes;
+        if (j * V >= here) continue;
+        C g[V];
+        combine(j, g);
+        if (p.dsum.data) {
+          C a[V];
+          dsum.get(k, a);
+#pragma unroll
+          for (int e = 0; e < V; ++e) g[e] += a[e];
+        }
+        Pack<T, V> out;
+        out.round_from(g);
+        store_unit<16>(dx + j * 16, out.w);
+      }
+    } else {
+      char* dx = row_pointer(p.dx, row, begin);
+      const char* dsum = p.dsum.data ? row_pointer(p.dsum, row, begin) : nullptr;
+#pragma unroll 1
+      for (int k = 0; k < K; ++k) {
+        const int j = lane + k * lanes;
+        C g[1][V];
+        if (j * V < here) {
+          combine(j, g[0]);
+          if (dsum) add_vector<T, V>(p.dsum, dsum, j, here, g[0]);
+        }
+        store_vectors<T>(dx, p.dx.dtype, p.dx.col_stride, j, 0, here, lane, lanes, g);
+      }
     }
   }
   copy_wait<0>();
   __syncthreads();
 
   // The slots' sums, in order.
-  C* const all = reinterpret_cast<C*>(shared);
+  C* const all = reinterpret_cast<C*>(rows_shared);
   C* partial = static_cast<C*>(p.workspace);
   const auto publish = [&](const C(&v)[K][V]) {
 #pragma unroll
@@ -303,8 +388,8 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
 
 // Adds the groups' partial sums, groups w, w + 16, ... by warp w, then the warps in order.
 template <typename C>
-__global__ void __launch_bounds__(512) column_sums(const C* partial, int groups, int64_t cols, const VectorOut dweight,
-                                                   const VectorOut dbias) {
+__global__ void __launch_bounds__(512)
+    column_sums(const C* partial, int groups, int64_t cols, const VectorOut dweight, const VectorOut dbias) {
   __shared__ C sums[16][33];
   grid_launch_dependents();
   grid_dependency_wait();
@@ -331,98 +416,6 @@ __global__ void __launch_bounds__(512) column_sums(const C* partial, int groups,
   }
 }
 
-// ------------------------------------------------------------------------------------------------------ streaming tier
-
-template <typename T>
-__global__ void __launch_bounds__(kRowsCtaThreads)
-    norm_bwd_streaming_dx(const __grid_constant__ NormBwdParams p, const TeamShape shape) {
-  using C = compute_t<T>;
-  constexpr int V = kVector<T>, kFar = 1 << 24;
-  __shared__ TeamScratch<C> scratch;
-  grid_launch_dependents();
-  grid_dependency_wait();
-
-  Team<C> team(shape, scratch);
-  const int64_t row = blockIdx.x;
-  const int lane = team.lane, step = team.lanes, tile = step * V;
-  const C mean = p.rms ? C(0) : static_cast<const C*>(p.mean)[row], rstd = static_cast<const C*>(p.rstd)[row];
-  const C offset = p.rms ? C(p.weight_offset) : C(0);
-
-  C sums[2] = {0, 0};
-#pragma unroll 1
-  for (int pass = 0; pass < 2; ++pass) {
-#pragma unroll 1
-    for (int64_t begin = 0; begin < p.cols; begin += tile) {
-      const int limit = int(min(p.cols - begin, int64_t(kFar)));
-      Vectors<T, V, 1> s;
-      s.load(row_pointer(p.s, row, begin), p.s.col_stride, lane, step, limit);
-      C h[V], g[1][V], w[V];
-      s.get(0, h);
-#pragma unroll
-      for (int e = 0; e < V; ++e) {
-        h[e] = (h[e] - mean) * rstd;
-        g[0][e] = 0;
-        w[e] = 0;
-      }
-      add_vector<T, V>(p.dy, row_pointer(p.dy, row, begin), lane, limit, g[0]);
-      if (p.weight.data) {
-        RowsIn weight;
-        weight.dtype = p.weight.dtype;
-        weight.col_stride = p.weight.stride;
-        add_vector<T, V>(weight,
-                         static_cast<const char*>(p.weight.data) + begin * p.weight.stride * element_size(p.weight.dtype),
-                         lane, limit, w);
-#pragma unroll
-        for (int e = 0; e < V; ++e) g[0][e] *= w[e] + offset;
-      }
-      if (pass == 0) {
-#pragma unroll
-        for (int e = 0; e < V; ++e) {  // past the end g is 0
-          sums[0] = fma(g[0][e], h[e], sums[0]);
-          sums[1] += g[0][e];
-        }
-      } else {
-#pragma unroll
-        for (int e = 0; e < V; ++e) g[0][e] = fma(-h[e], sums[0], g[0][e] - (p.rms ? C(0) : sums[1])) * rstd;
-        if (p.dsum.data) add_vector<T, V>(p.dsum, row_pointer(p.dsum, row, begin), lane, limit, g[0]);
-        store_vectors<T>(row_pointer(p.dx, row, begin), p.dx.dtype, p.dx.col_stride, lane, step, min(limit, tile), lane,
-                         step, g);
-      }
-    }
-    if (pass == 0) {
-      team.reduce(sums, Sum{}, C(0));
-      sums[0] /= C(p.cols);
-      sums[1] /= C(p.cols);
-    }
-  }
-}
-
-// A thread per column, a group of rows per blockIdx.y.
-template <typename C>
-__global__ void __launch_bounds__(128) norm_bwd_streaming_sums(const __grid_constant__ NormBwdParams p) {
-  grid_launch_dependents();
-  grid_dependency_wait();
-  const int64_t tiles = (p.cols + 127) / 128;
-  const int64_t c = int64_t(blockIdx.x) % tiles * 128 + threadIdx.x;
-  const int group = int(blockIdx.x / tiles), groups = int(gridDim.x / tiles);
-  if (c >= p.cols) return;
-  C dweight = 0, dbias = 0;
-#pragma unroll 4
-  for (int64_t row = group; row < p.rows; row += groups) {
-    const C s = load_as<C>(p.s.data, p.s.dtype, row_offset(p.s.rows, row) + c * p.s.col_stride);
-    const C dy = load_as<C>(p.dy.data, p.dy.dtype, row_offset(p.dy.rows, row) + c * p.dy.col_stride);
-    const C mean = p.rms ? C(0) : static_cast<const C*>(p.mean)[row];
-    dweight = fma(dy, (s - mean) * static_cast<const C*>(p.rstd)[row], dweight);
-    dbias += dy;
-  }
-  C* partial = static_cast<C*>(p.workspace);
-  if (p.dweight.data) {
-    partial[group * p.cols + c] = dweight;
-    partial += groups * p.cols;
-  }
-  if (p.dbias.data) partial[group * p.cols + c] = dbias;
-}
-
 RowsPlan plan_of(const NormBwdParams& p, int arch) {
   return plan_rows(RowsOp::kNormBwd, p.cols, p.s.dtype, p.dy.dtype, layout_of(p.cols, p.s), arch);
 }
@@ -432,11 +425,20 @@ int groups_of(const NormBwdParams& p, const RowsPlan& plan) {
   return int(std::min<int64_t>(plan.row_groups, (p.rows + slots - 1) / slots));
 }
 
-bool in_units(const RowsIn& m) {  // every row begins on 16 bytes
-  const int64_t size = dtype_size(m.dtype);
-  bool ok = m.col_stride == 1 && reinterpret_cast<uintptr_t>(m.data) % 16 == 0;
-  for (int i = 0; i < m.rows.ndim; ++i) ok = ok && m.rows.stride[i] * size % 16 == 0;
-  return ok;
+template <typename T, typename D>
+auto resident_kernel(const NormBwdParams& p, const RowsPlan& plan) {
+  const auto mine = [](const auto& m) { return aligned_rows(m) && m.dtype == dtype_of<T>::value; };
+  const bool aligned = plan.stages > 1 && p.cols % plan.vector == 0 && mine(p.s) && aligned_rows(p.dy) &&
+                       p.dy.dtype == dtype_of<D>::value && (!p.dx.data || mine(p.dx)) && (!p.dsum.data || mine(p.dsum));
+  if (aligned) return p.rms ? norm_bwd_resident<T, D, true, true> : norm_bwd_resident<T, D, false, true>;
+  return p.rms ? norm_bwd_resident<T, D, true, false> : norm_bwd_resident<T, D, false, false>;
+}
+
+template <typename T>
+Status launch_streaming_dx(const NormBwdParams& p, const RowsPlan& plan, int arch, cudaStream_t stream) {
+  const TeamShape shape{plan.lanes, 1, 1, 1.0 / double(p.cols)};
+  return launch_rows(norm_bwd_streaming_dx<T>, arch, p.rows, plan.lanes, 1,
+                     size_t(team_scratch_bytes(shape, sizeof(compute_t<T>))), stream, p, shape);
 }
 
 template <typename C>
@@ -469,33 +471,34 @@ Status launch_norm_bwd(const NormBwdParams& p, cudaStream_t stream) {
   return dispatch_row_dtype(p.s.dtype, [&]<typename T>() -> Status {
     using C = compute_t<T>;
     if (groups > 0 && plan.tier == RowsTier::kStreaming) {
-      if (p.dx.data)
-        status = launch_rows(norm_bwd_streaming_dx<T>, arch, p.rows, plan.lanes, 1, 0, stream, p, TeamShape{plan.lanes, 1, 1});
+      if (p.dx.data) status = launch_streaming_dx<T>(p, plan, arch, stream);
       if (status.ok() && (p.dweight.data || p.dbias.data))
         status = launch_rows(norm_bwd_streaming_sums<C>, arch, (p.cols + 127) / 128 * groups, 128, 1, 0, stream, p);
     } else if (groups > 0) {
       const int64_t elements = int64_t(plan.lanes) * plan.vectors_per_thread * plan.vector;
       const int64_t s_size = dtype_size(p.s.dtype), dy_size = dtype_size(p.dy.dtype);
       BwdShape shape;
-      shape.team = {plan.lanes, plan.rows_per_cta, plan.cluster};
+      shape.team = team_shape(plan, p.cols);
       shape.groups = groups;
       shape.stages = plan.stages;
       shape.s_bytes = int(elements * s_size + 32);
       shape.dy_bytes = int(elements * dy_size + 32);
       const int64_t ring = plan.stages * norm_bwd_stage_bytes(plan, s_size, dy_size);
-      const int64_t merge = plan.rows_per_cta * elements * int64_t(sizeof(C));  // the slots' sums, after the ring's time
+      const int64_t merge =
+          plan.rows_per_cta * elements * int64_t(sizeof(C));  // the slots' sums, after the ring's time
       shape.weight_at = int(std::max(ring, merge));
       shape.scratch_at = int(shape.weight_at + norm_bwd_weight_bytes(plan, sizeof(C)));
-      shape.own_units = in_units(p.s) && in_units(p.dy) && s_size == dy_size;
-      const size_t shared = size_t(shape.scratch_at) + kNormBwdScratchBytes * sizeof(C);
+      shape.barriers_at = shape.scratch_at + team_scratch_bytes(shape.team, sizeof(C));
+      const size_t shared = size_t(shape.barriers_at) + size_t(plan.rows_per_cta * plan.stages) * 8;
       const auto launch = [&](auto kernel) {
         return launch_rows(kernel, arch, groups, plan.cta_threads(), plan.cluster, shared, stream, p, shape);
       };
-      if constexpr (sizeof(T) == 2)
-        if (plan.vectors_per_thread == 2)
-          status = launch(p.rms ? norm_bwd_resident<T, true, 2> : norm_bwd_resident<T, false, 2>);
-      if (plan.vectors_per_thread == 4)
-        status = launch(p.rms ? norm_bwd_resident<T, true, 4> : norm_bwd_resident<T, false, 4>);
+      if constexpr (sizeof(T) == 2) {
+        status = plan.vectors_per_thread == 2 ? launch(resident_kernel<T, float>(p, plan))
+                                              : launch(resident_kernel<T, T>(p, plan));
+      } else {
+        status = launch(resident_kernel<T, T>(p, plan));
+      }
     }
     if (!status.ok()) return status;
     return launch_column_sums<C>(p, groups, arch, stream);

@@ -1,14 +1,14 @@
-// layer_norm and rms_norm forward: s = x + residual, then y = (s - mean) * rstd * weight + bias, or s * rstd * (weight +
-// offset); the sum, the mean and rstd as asked for.
+// layer_norm and rms_norm forward: s = x + residual, then y = (s - mean) * rstd * weight + bias, or s * rstd * (weight
+// + offset); the sum, the mean and rstd as asked for.
 //
 // Layout. Resident tiers: the row of s in registers, in the compute type (rows_common.cuh). Streaming tier: one CTA per
 // row, read once for the mean, once for the deviations, once for the result.
-// Statistics. Two passes over the row: the mean, then the deviations from it and their squares. The mean of the deviations
-// corrects the rounding of the first mean, so a row whose mean is 10^4 times its deviation loses nothing. If a square
-// overflows (|s| > 10^19 in fp32), the row is scaled by a power of two, exactly, and its statistics are taken again.
-// Synchronisation. One barrier (or cluster barrier) per statistic.
-// Rounding points. x + residual once; the sums (fp32, or fp64 for fp64 rows); 1 / sqrt; (s - mean), times rstd, times
-// weight, plus bias, each once; then y and sum once, to their dtypes.
+// Statistics. Two passes over the row: the mean, then the deviations from it and their squares. The mean of the
+// deviations corrects the rounding of the first mean, so a row whose mean is 10^4 times its deviation loses nothing. If
+// a square overflows (|s| > 10^19 in fp32), the row is scaled by a power of two, exactly, and its statistics are taken
+// again. Synchronisation. One barrier (or cluster barrier) per statistic. Rounding points. x + residual once; the sums
+// (fp32, or fp64 for fp64 rows); 1 / sqrt; (s - mean), times rstd, times weight, plus bias, each once; then y and sum
+// once, to their dtypes.
 #include "rows_common.cuh"
 
 namespace ampkernels::cuda {
@@ -20,16 +20,26 @@ __device__ __forceinline__ C down_scale() {
   return sizeof(C) == 8 ? C(0x1p-540) : C(0x1p-80f);
 }
 
+// The mean in two parts, whose sum fp32 cannot hold; all of scale * s.
 template <typename C>
 struct Statistics {
-  C shift;  // what is subtracted from scale * s
-  C mean, rstd;
-  C scale, factor;  // y = (scale * s - shift) * factor
+  C mean, correction, factor, scale;
+
+  template <int V>
+  __device__ __forceinline__ void normalize(const C (&d)[V], C (&h)[V]) const {  // d = scale * s - mean
+    const C by = -correction * factor;
+#pragma unroll
+    for (int e = 0; e < V; ++e) h[e] = fma(d[e], factor, by);
+  }
+  __device__ __forceinline__ C saved_mean() const {
+    return (mean + correction) * (scale == C(1) ? C(1) : C(1) / down_scale<C>());
+  }
+  __device__ __forceinline__ C saved_rstd() const { return factor * scale; }
 };
 
 template <typename T, int K, int V, typename C>
-__device__ __forceinline__ void load_row(const NormFwdParams& p, int64_t row, int64_t begin, int first, int step, int limit,
-                                         C (&s)[K][V]) {
+__device__ __forceinline__ void load_row(const NormFwdParams& p, int64_t row, int64_t begin, int first, int step,
+                                         int limit, C (&s)[K][V]) {
   Vectors<T, V, K> x;
   x.load(row_pointer(p.x, row, begin), p.x.col_stride, first, step, limit);
   if (!p.residual.data) {
@@ -64,7 +74,8 @@ __device__ __forceinline__ void load_row(const NormFwdParams& p, int64_t row, in
 
 // Calls use(k, v) with the parameters of each of the lane's vectors.
 template <typename T, int K, int V, typename Use>
-__device__ __forceinline__ void with_parameters(const VectorIn& w, int64_t begin, int first, int step, int limit, Use&& use) {
+__device__ __forceinline__ void with_parameters(const VectorIn& w, int64_t begin, int first, int step, int limit,
+                                                Use&& use) {
   using C = compute_t<T>;
   const char* at = static_cast<const char*>(w.data) + begin * w.stride * element_size(w.dtype);
   const auto fast = [&]<typename D>() {
@@ -86,12 +97,10 @@ __device__ __forceinline__ void with_parameters(const VectorIn& w, int64_t begin
 }
 
 template <typename T, int K, int V, typename C>
-__device__ __forceinline__ void apply(const NormFwdParams& p, const Statistics<C>& stats, int64_t begin, int first, int step,
-                                      int limit, C (&s)[K][V]) {
+__device__ __forceinline__ void apply(const NormFwdParams& p, const Statistics<C>& stats, int64_t begin, int first,
+                                      int step, int limit, C (&s)[K][V]) {
 #pragma unroll
-  for (int k = 0; k < K; ++k)
-#pragma unroll
-    for (int e = 0; e < V; ++e) s[k][e] = (s[k][e] - stats.shift) * stats.factor;
+  for (int k = 0; k < K; ++k) stats.normalize(s[k], s[k]);
   if (p.weight.data) {
     const C offset = p.rms ? C(p.weight_offset) : C(0);
     with_parameters<T, K, V>(p.weight, begin, first, step, limit, [&](int k, const C(&w)[V]) {
@@ -108,96 +117,181 @@ __device__ __forceinline__ void apply(const NormFwdParams& p, const Statistics<C
 
 // From the sums of the squares (and, for layer_norm, of the deviations) to the statistics.
 template <typename C>
-__device__ __forceinline__ Statistics<C> finish(const NormFwdParams& p, C mean, C deviations, C squares, C scale) {
-  const C n = C(p.cols);
-  const C correction = p.rms ? C(0) : deviations / n;
-  C variance = squares / n;
+__device__ __forceinline__ Statistics<C> finish(const NormFwdParams& p, C inverse, C mean, C deviations, C squares,
+                                                C scale) {
+  const C correction = p.rms ? C(0) : deviations * inverse;
+  C variance = squares * inverse;
   if (!p.rms) variance = fmax(fma(-correction, correction, variance), C(0)) + C(0) * squares;  // NaN stays
-  Statistics<C> stats;
-  stats.scale = scale;
-  stats.shift = mean + correction;
-  stats.factor = C(1) / sqrt(variance + C(p.eps) * scale * scale);
-  stats.mean = stats.shift / scale;
-  stats.rstd = stats.factor * scale;
-  return stats;
+  return {mean, correction, C(1) / sqrt(variance + C(p.eps) * scale * scale), scale};
 }
 
-template <typename T, bool kRms>
-__global__ void __launch_bounds__(kRowsCtaThreads, 2)
-    norm_fwd_resident(const __grid_constant__ NormFwdParams p, const TeamShape shape) {
+template <typename C>
+__device__ __forceinline__ bool overflowed(C squares) {  // or NaN, which the second attempt keeps
+  return !(squares <= C(sizeof(C) == 8 ? 1.7976931348623157e308 : 3.402823466e38));
+}
+
+// Loads a row by load(s), takes its statistics, and leaves its deviations from the mean in s (for rms: itself), scaled
+// if the squares overflow otherwise: then the row is loaded again.
+template <bool kRms, int K, int V, typename C, typename Load>
+__device__ __forceinline__ Statistics<C> row_statistics(const NormFwdParams& p, Team<C>& team, C inverse, int first,
+                                                        int step, int limit, C (&s)[K][V], Load&& load) {
+  C scale = 1;
+#pragma unroll 1
+  while (true) {
+    load(s);
+    if (scale != C(1))
+#pragma unroll
+      for (int k = 0; k < K; ++k)
+#pragma unroll
+        for (int e = 0; e < V; ++e) s[k][e] *= scale;
+    C mean = 0;
+    C sums[kRms ? 1 : 2] = {0};  // of the squares, of the deviations
+    if constexpr (!kRms) {
+      C sum[1] = {0};
+#pragma unroll
+      for (int k = 0; k < K; ++k) sum[0] += tree(s[k], Sum{});
+      team.reduce(sum, Sum{}, C(0));
+      mean = sum[0] * inverse;
+      if ((first + (K - 1) * step + 1) * V > limit)  // what does not exist has no deviation
+#pragma unroll
+        for (int k = 0; k < K; ++k)
+#pragma unroll
+          for (int e = 0; e < V; ++e) s[k][e] = (first + k * step) * V + e < limit ? s[k][e] : mean;
+    }
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      C squares = 0;
+#pragma unroll
+      for (int e = 0; e < V; ++e) {
+        if constexpr (!kRms) s[k][e] -= mean;
+        squares = fma(s[k][e], s[k][e], squares);
+      }
+      sums[0] += squares;
+      if constexpr (!kRms) sums[1] += tree(s[k], Sum{});
+    }
+    team.reduce(sums, Sum{}, C(0));
+    // The same for all lanes of a row, but a warp may hold several rows: all go round again, at their own scales.
+    const bool again = scale == C(1) && overflowed(sums[0]);
+    if (!__any_sync(0xffffffffu, again))
+      return finish(p, inverse, mean, kRms ? C(0) : sums[kRms ? 0 : 1], sums[0], scale);
+    if (again) scale = down_scale<C>();
+  }
+}
+
+template <typename C>
+__device__ __forceinline__ void save_statistics(const NormFwdParams& p, const Statistics<C>& stats, int64_t row) {
+  if (p.mean) static_cast<C*>(p.mean)[row] = stats.saved_mean();
+  if (p.rstd) static_cast<C*>(p.rstd)[row] = stats.saved_rstd();
+}
+
+template <int V, typename C>
+__device__ __forceinline__ void copy(const C (&from)[V], C (&to)[V]) {
+#pragma unroll
+  for (int e = 0; e < V; ++e) to[e] = from[e];
+}
+
+// Vector j of unit-stride parameters.
+template <bool kAligned, typename T, int V, typename C>
+__device__ __forceinline__ void load_parameters(const VectorIn& w, int j, int limit, C (&v)[V]) {
+  const auto load = [&]<typename D>() {
+    Vectors<D, V, 1> stored;
+    stored.template load_unit_stride<kAligned, Cache::kKeep>(w.data, j, 1, limit);
+    stored.get(0, v);
+  };
+  if (w.dtype == dtype_of<T>::value)
+    load.template operator()<T>();
+  else
+    load.template operator()<Paired<T>>();
+}
+
+// Unit-stride rows and parameters: the common case, and few instructions beside the arithmetic. kAligned: all on 16
+// bytes, rows of whole vectors.
+template <typename T, typename O, bool kRms, bool kResidual, bool kAligned>
+__global__ void __launch_bounds__(kRowsCtaThreads, kAligned ? 2 : 1)
+    norm_fwd_plain(const __grid_constant__ NormFwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
-  constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kNormFwd, T>;
-  __shared__ TeamScratch<C> scratch;
+  constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
   grid_launch_dependents();
   grid_dependency_wait();
 
-  Team<C> team(shape, scratch);
+  Team<C> team(shape);
   const int64_t r = row_group_index(shape.cluster) * shape.rows_per_cta + team.slot;
   const bool active = r < p.rows;
   const int64_t row = active ? r : 0;
   const int limit = active ? int(p.cols) : 0, first = team.first(K), step = team.lanes;
 
   C s[K][V];
-  load_row<T>(p, row, 0, first, step, limit, s);
-  if (p.sum.data)
-    store_vectors<T>(row_pointer(p.sum, row), p.sum.dtype, p.sum.col_stride, first, step, limit, team.lane, team.lanes, s);
-
-  const auto fill_padding = [&](C value) {  // so that it adds nothing to a sum
+  const auto load = [&](C(&s)[K][V]) {
+    Vectors<T, V, K> x;
+    x.template load_unit_stride<kAligned>(aligned_row(p.x, row, sizeof(T)), first, step, limit);
+    if constexpr (!kResidual) {
 #pragma unroll
-    for (int k = 0; k < K; ++k)
-      if ((first + k * step + 1) * V > limit)
-#pragma unroll
-        for (int e = 0; e < V; ++e) s[k][e] = (first + k * step) * V + e < limit ? s[k][e] : value;
-  };
-
-  C scale = 1;
-  Statistics<C> stats;
-#pragma unroll 1
-  while (true) {
-    C mean = 0;
-    if constexpr (!kRms) {
-      C sum[1] = {0};
-#pragma unroll
-      for (int k = 0; k < K; ++k) sum[0] += tree(s[k], Sum{});
-      team.reduce(sum, Sum{}, C(0));
-      mean = sum[0] / C(p.cols);
-      fill_padding(mean);
+      for (int k = 0; k < K; ++k) x.get(k, s[k]);
+      return;
     }
-    C sums[2] = {0, 0};  // of the squares, of the deviations
+    const auto add = [&]<typename D>() {
+      Vectors<D, V, K> residual;
+      residual.template load_unit_stride<kAligned>(aligned_row(p.residual, row, sizeof(D)), first, step, limit);
 #pragma unroll
-    for (int k = 0; k < K; ++k) {
-      C d[V], square[V];
+      for (int k = 0; k < K; ++k) {
+        C a[V];
+        x.get(k, a);
+        residual.get(k, s[k]);
 #pragma unroll
-      for (int e = 0; e < V; ++e) {
-        d[e] = kRms ? s[k][e] : s[k][e] - mean;
-        square[e] = d[e] * d[e];
+        for (int e = 0; e < V; ++e) s[k][e] += a[e];
       }
-      sums[0] += tree(square, Sum{});
-      if constexpr (!kRms) sums[1] += tree(d, Sum{});
-    }
-    if constexpr (kRms) {
-      C squares[1] = {sums[0]};
-      team.reduce(squares, Sum{}, C(0));
-      sums[0] = squares[0];
-    } else {
-      team.reduce(sums, Sum{}, C(0));
-    }
-    stats = finish(p, mean, sums[1], sums[0], scale);
-    // Uniform over the lanes of a row, but a warp may hold several rows: all go round again, at their own scales.
-    const bool again = scale == C(1) && !(sums[0] <= C(sizeof(C) == 8 ? 1.7976931348623157e308 : 3.402823466e38));
-    if (!__any_sync(0xffffffffu, again)) break;
-    if (again) scale = down_scale<C>();
-    const C by = again ? scale : C(1);
-    fill_padding(C(0));
+      store_unit_stride<kAligned, D, V, K, C>(aligned_row(p.sum, row, sizeof(D)), first, step, limit, team.lane,
+                                              [&](int k, C(&v)[V]) { copy(s[k], v); });
+    };
+    if (p.residual.dtype == dtype_of<T>::value)
+      add.template operator()<T>();
+    else
+      add.template operator()<Paired<T>>();
+  };
+  const Statistics<C> stats = row_statistics<kRms>(p, team, C(shape.inverse), first, step, limit, s, load);
+  if (active && team.lane == 0 && team.rank == 0) save_statistics(p, stats, row);
+  const C offset = kRms ? C(p.weight_offset) : C(0);
+  store_unit_stride<kAligned, O, V, K, C>(aligned_row(p.y, row, sizeof(O)), first, step, limit, team.lane,
+                                          [&](int k, C(&y)[V]) {
+                                            const int j = first + k * step;
+                                            C w[V];
+                                            stats.normalize(s[k], y);
+                                            if (p.weight.data) {
+                                              load_parameters<kAligned, T>(p.weight, j, limit, w);
 #pragma unroll
-    for (int k = 0; k < K; ++k)
+                                              for (int e = 0; e < V; ++e) y[e] *= kRms ? w[e] + offset : w[e];
+                                            }
+                                            if (p.bias.data) {
+                                              load_parameters<kAligned, T>(p.bias, j, limit, w);
 #pragma unroll
-      for (int e = 0; e < V; ++e) s[k][e] *= by;
-  }
-  if (active && team.lane == 0 && team.rank == 0) {
-    if (p.mean) static_cast<C*>(p.mean)[row] = stats.mean;
-    if (p.rstd) static_cast<C*>(p.rstd)[row] = stats.rstd;
-  }
+                                              for (int e = 0; e < V; ++e) y[e] += w[e];
+                                            }
+                                          });
+}
+
+template <typename T, bool kRms>
+__global__ void __launch_bounds__(kRowsCtaThreads, 1)
+    norm_fwd_resident(const __grid_constant__ NormFwdParams p, const TeamShape shape) {
+  using C = compute_t<T>;
+  constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
+  grid_launch_dependents();
+  grid_dependency_wait();
+
+  Team<C> team(shape);
+  const int64_t r = row_group_index(shape.cluster) * shape.rows_per_cta + team.slot;
+  const bool active = r < p.rows;
+  const int64_t row = active ? r : 0;
+  const int limit = active ? int(p.cols) : 0, first = team.first(K), step = team.lanes;
+
+  C s[K][V];
+  const auto load = [&](C(&s)[K][V]) {
+    load_row<T>(p, row, 0, first, step, limit, s);
+    if (p.sum.data)
+      store_vectors<T>(row_pointer(p.sum, row), p.sum.dtype, p.sum.col_stride, first, step, limit, team.lane,
+                       team.lanes, s);
+  };
+  const Statistics<C> stats = row_statistics<kRms>(p, team, C(shape.inverse), first, step, limit, s, load);
+  if (active && team.lane == 0 && team.rank == 0) save_statistics(p, stats, row);
   apply<T>(p, stats, 0, first, step, limit, s);
   store_vectors<T>(row_pointer(p.y, row), p.y.dtype, p.y.col_stride, first, step, limit, team.lane, team.lanes, s);
 }
@@ -206,13 +300,12 @@ template <typename T>
 __global__ void __launch_bounds__(kRowsCtaThreads)
     norm_fwd_streaming(const __grid_constant__ NormFwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
-  constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kNormFwd, T>;
+  constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
   constexpr int kFar = 1 << 24;  // more columns than a tile, few enough for 32-bit byte offsets
-  __shared__ TeamScratch<C> scratch;
   grid_launch_dependents();
   grid_dependency_wait();
 
-  Team<C> team(shape, scratch);
+  Team<C> team(shape);
   const int64_t r = int64_t(blockIdx.x) * shape.rows_per_cta + team.slot;
   const bool active = r < p.rows;
   const int64_t row = active ? r : 0, cols = active ? p.cols : 0;
@@ -230,8 +323,8 @@ __global__ void __launch_bounds__(kRowsCtaThreads)
       const int limit = int(max(min(cols - begin, int64_t(kFar)), int64_t(0)));
       load_row<T>(p, row, begin, lane, step, limit, s);
       if (pass == 2 && p.sum.data)
-        store_vectors<T>(row_pointer(p.sum, row, begin), p.sum.dtype, p.sum.col_stride, lane, step, min(limit, tile), lane,
-                         step, s);
+        store_vectors<T>(row_pointer(p.sum, row, begin), p.sum.dtype, p.sum.col_stride, lane, step, min(limit, tile),
+                         lane, step, s);
 #pragma unroll
       for (int k = 0; k < K; ++k)
 #pragma unroll
@@ -249,28 +342,52 @@ __global__ void __launch_bounds__(kRowsCtaThreads)
           sums[1] += tree(d, Sum{});
         }
       } else {
+#pragma unroll
+        for (int k = 0; k < K; ++k)
+#pragma unroll
+          for (int e = 0; e < V; ++e) s[k][e] -= mean;
         apply<T>(p, stats, begin, lane, step, limit, s);
-        store_vectors<T>(row_pointer(p.y, row, begin), p.y.dtype, p.y.col_stride, lane, step, min(limit, tile), lane, step,
-                         s);
+        store_vectors<T>(row_pointer(p.y, row, begin), p.y.dtype, p.y.col_stride, lane, step, min(limit, tile), lane,
+                         step, s);
       }
     }
     if (pass == 2) break;
     team.reduce(sums, Sum{}, C(0));
     if (pass == 0) {
-      mean = sums[1] / C(p.cols);
+      mean = sums[1] * C(shape.inverse);
       continue;
     }
-    stats = finish(p, mean, sums[1], sums[0], scale);
-    const bool again = scale == C(1) && !(sums[0] <= C(sizeof(C) == 8 ? 1.7976931348623157e308 : 3.402823466e38));
+    stats = finish(p, C(shape.inverse), mean, sums[1], sums[0], scale);
+    const bool again = scale == C(1) && overflowed(sums[0]);
     if (!__any_sync(0xffffffffu, again)) continue;
     if (again) scale = down_scale<C>();
     mean = 0;
     pass = p.rms ? 0 : -1;
   }
-  if (active && lane == 0) {
-    if (p.mean) static_cast<C*>(p.mean)[row] = stats.mean;
-    if (p.rstd) static_cast<C*>(p.rstd)[row] = stats.rstd;
-  }
+  if (active && lane == 0) save_statistics(p, stats, row);
+}
+
+// What norm_fwd_plain asks for.
+template <typename T>
+bool plain(const NormFwdParams& p) {
+  const auto dtype = [](DType d) { return d == dtype_of<T>::value || d == dtype_of<Paired<T>>::value; };
+  const auto parameters = [&](const VectorIn& v) { return !v.data || (v.stride == 1 && dtype(v.dtype)); };
+  return unit_stride_rows(p.x) && unit_stride_rows(p.y) && dtype(p.y.dtype) && parameters(p.weight) &&
+         parameters(p.bias) &&
+         (!p.residual.data || (unit_stride_rows(p.residual) && dtype(p.residual.dtype) && p.sum.data &&
+                               unit_stride_rows(p.sum) && p.sum.dtype == p.residual.dtype));
+}
+bool aligned(const NormFwdParams& p, int vector) {
+  const auto on_16 = [](const VectorIn& v) { return reinterpret_cast<uintptr_t>(v.data) % 16 == 0; };
+  return p.cols % vector == 0 && aligned_rows(p.x) && aligned_rows(p.y) && on_16(p.weight) && on_16(p.bias) &&
+         (!p.residual.data || (aligned_rows(p.residual) && aligned_rows(p.sum)));
+}
+
+template <typename T, typename O, bool kAligned>
+auto plain_kernel(const NormFwdParams& p) {
+  if (p.residual.data)
+    return p.rms ? norm_fwd_plain<T, O, true, true, kAligned> : norm_fwd_plain<T, O, false, true, kAligned>;
+  return p.rms ? norm_fwd_plain<T, O, true, false, kAligned> : norm_fwd_plain<T, O, false, false, kAligned>;
 }
 
 }  // namespace
@@ -280,16 +397,24 @@ Status launch_norm_fwd(const NormFwdParams& p, cudaStream_t stream) {
   Status status;
   const Device* device = current_device(&status);
   if (!device) return status;
-  const RowsPlan plan =
-      plan_rows(RowsOp::kNormFwd, p.cols, p.x.dtype, p.x.dtype, layout_of(p.cols, p.x), device->arch);
-  const TeamShape shape{plan.lanes, plan.rows_per_cta, plan.cluster};
+  const RowsPlan plan = plan_rows(RowsOp::kNormFwd, p.cols, p.x.dtype, p.x.dtype, layout_of(p.cols, p.x), device->arch);
+  const TeamShape shape = team_shape(plan, p.cols);
+  const size_t scratch = size_t(team_scratch_bytes(shape, p.x.dtype == DType::kFloat64 ? 8 : 4));
   const int64_t ctas = (p.rows + plan.rows_per_cta - 1) / plan.rows_per_cta;
   return dispatch_row_dtype(p.x.dtype, [&]<typename T>() -> Status {
     if constexpr (sizeof(T) < 8)
-      if (plan.tier != RowsTier::kStreaming)
-        return launch_rows(p.rms ? norm_fwd_resident<T, true> : norm_fwd_resident<T, false>, device->arch, ctas,
-                           plan.cta_threads(), plan.cluster, 0, stream, p, shape);
-    return launch_rows(norm_fwd_streaming<T>, device->arch, ctas, plan.cta_threads(), 1, 0, stream, p, shape);
+      if (plan.tier != RowsTier::kStreaming) {
+        const auto launch = [&](auto kernel) {
+          return launch_rows(kernel, device->arch, ctas, plan.cta_threads(), plan.cluster, scratch, stream, p, shape);
+        };
+        if (!plain<T>(p)) return launch(p.rms ? norm_fwd_resident<T, true> : norm_fwd_resident<T, false>);
+        using P = Paired<T>;
+        const bool same = p.y.dtype == dtype_of<T>::value;
+        if (aligned(p, plan.vector))
+          return same ? launch(plain_kernel<T, T, true>(p)) : launch(plain_kernel<T, P, true>(p));
+        return same ? launch(plain_kernel<T, T, false>(p)) : launch(plain_kernel<T, P, false>(p));
+      }
+    return launch_rows(norm_fwd_streaming<T>, device->arch, ctas, plan.cta_threads(), 1, scratch, stream, p, shape);
   });
 }
 

@@ -81,15 +81,18 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// ---------------------------------------------------------------------------------------------------------- bulk copies
+// ---------------------------------------------------------------------------------------------------------- bulk
+// copies
 
 __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-__device__ __forceinline__ void tma_load_2d(uint32_t smem, const CUtensorMap* map, uint32_t bar, int32_t c0, int32_t c1) {
+__device__ __forceinline__ void tma_load_2d(uint32_t smem, const CUtensorMap* map, uint32_t bar, int32_t c0,
+                                            int32_t c1) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(smem),
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          smem),
       "l"(map), "r"(bar), "r"(c0), "r"(c1)
       : "memory");
 }
@@ -105,12 +108,14 @@ __device__ __forceinline__ void tma_load_2d_multicast(uint32_t smem, const CUten
 }
 
 __device__ __forceinline__ void tma_store_2d(const CUtensorMap* map, uint32_t smem, int32_t c0, int32_t c1) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(smem), "r"(c0),
-               "r"(c1)
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(smem),
+               "r"(c0), "r"(c1)
                : "memory");
 }
 
-__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
 
 // Waits until all but the newest kPending groups of stores have read their shared memory.
 template <int kPending>
@@ -119,12 +124,24 @@ __device__ __forceinline__ void bulk_wait_read() {
 }
 
 // Ordinary writes to shared memory before it are seen by the copy engine after it.
-__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // Stores four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix_x4(uint32_t smem, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(a), "r"(b), "r"(c), "r"(d)
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(a), "r"(b), "r"(c),
+               "r"(d)
                : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t smem, float v) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem), "f"(v) : "memory");
+}
+__device__ __forceinline__ float2 load_shared_pair(uint32_t smem) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(smem) : "memory");
+  return v;
 }
 
 // ------------------------------------------------------------------------------------------------------- warpgroup MMA
@@ -138,8 +155,12 @@ __device__ __forceinline__ void register_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -157,9 +178,9 @@ __device__ __forceinline__ void fence_registers(uint32_t (&r)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(r[i])::"memory");
 }
 
-// A shared-memory operand in the 128-byte swizzle. K-major: rows of 64 k (128 bytes), groups of 8 rows 1024 bytes apart;
-// 16 k further is 32 bytes further. MN-major: rows of 64 m or n (128 bytes), one per k, groups of 8 k 1024 bytes apart,
-// blocks of 64 m or n 8192 bytes apart; 16 k further is 2048 bytes further.
+// A shared-memory operand in the 128-byte swizzle. K-major: rows of 64 k (128 bytes), groups of 8 rows 1024 bytes
+// apart; 16 k further is 32 bytes further. MN-major: rows of 64 m or n (128 bytes), one per k, groups of 8 k 1024 bytes
+// apart, blocks of 64 m or n 8192 bytes apart; 16 k further is 2048 bytes further.
 template <bool kMnMajor>
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem) {
   constexpr uint64_t kLeading = kMnMajor ? 8192 : 16, kStride = 1024, kSwizzle128 = 1;
@@ -168,9 +189,9 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem) {
 template <bool kMnMajor>
 inline constexpr uint64_t kWgmmaDescriptorStepK16 = (kMnMajor ? 2048 : 32) >> 4;
 
-#define AK_S16(b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11, b12, b13, b14, b15)                               \
-  "%" #b0 ",%" #b1 ",%" #b2 ",%" #b3 ",%" #b4 ",%" #b5 ",%" #b6 ",%" #b7 ",%" #b8 ",%" #b9 ",%" #b10 ",%" #b11 ",%" #b12 \
-  ",%" #b13 ",%" #b14 ",%" #b15
+#define AK_S16(b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11, b12, b13, b14, b15)                           \
+  "%" #b0 ",%" #b1 ",%" #b2 ",%" #b3 ",%" #b4 ",%" #b5 ",%" #b6 ",%" #b7 ",%" #b8 ",%" #b9 ",%" #b10 ",%" #b11 \
+  ",%" #b12 ",%" #b13 ",%" #b14 ",%" #b15
 #define AK_LIST16 AK_S16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
 #define AK_LIST32 AK_LIST16 "," AK_S16(16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31)
 #define AK_LIST48 AK_LIST32 "," AK_S16(32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47)
@@ -188,26 +209,27 @@ inline constexpr uint64_t kWgmmaDescriptorStepK16 = (kMnMajor ? 2048 : 32) >> 4;
 #define AK_D96(c, d) AK_D64(c, d), AK_D16(c, d, 64), AK_D16(c, d, 80)
 #define AK_D128(c, d) AK_D96(c, d), AK_D16(c, d, 96), AK_D16(c, d, 112)
 
-#define AK_WGMMA(N, TYPES, LIST, A, B, SCALE, TA, TB, ...)                                                        \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #SCALE ", 0;\n"                                                \
+#define AK_WGMMA(N, TYPES, LIST, A, B, SCALE, TA, TB, ...)                                                         \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #SCALE                                                         \
+               ", 0;\n"                                                                                            \
                "wgmma.mma_async.sync.aligned.m64n" #N "k16." TYPES " {" LIST "}, %" #A ", %" #B ", p, 1, 1, %" #TA \
-               ", %" #TB ";\n}"                                                                                     \
-               : __VA_ARGS__                                                                                        \
+               ", %" #TB ";\n}"                                                                                    \
+               : __VA_ARGS__                                                                                       \
                : "l"(desc_a), "l"(desc_b), "r"(scale_d), "n"(int(kMnMajorA)), "n"(int(kMnMajorB)))
 
 // d = a * b + (scale_d ? d : 0) over m64 nN k16, both operands from shared memory. fp32 accumulators.
 template <typename T, int kN, bool kMnMajorA, bool kMnMajorB>
 __device__ __forceinline__ void wgmma(float (&d)[kN / 2], uint64_t desc_a, uint64_t desc_b, uint32_t scale_d) {
   static_assert(kN == 64 || kN == 128 || kN == 192 || kN == 256);
-#define AK_WGMMA_F32(TYPES)                                                                                        \
-  if constexpr (kN == 64) {                                                                                        \
-    AK_WGMMA(64, TYPES, AK_LIST32, 32, 33, 34, 35, 36, AK_D32("+f", d));                                           \
-  } else if constexpr (kN == 128) {                                                                                \
-    AK_WGMMA(128, TYPES, AK_LIST64, 64, 65, 66, 67, 68, AK_D64("+f", d));                                          \
-  } else if constexpr (kN == 192) {                                                                                \
-    AK_WGMMA(192, TYPES, AK_LIST96, 96, 97, 98, 99, 100, AK_D96("+f", d));                                         \
-  } else {                                                                                                         \
-    AK_WGMMA(256, TYPES, AK_LIST128, 128, 129, 130, 131, 132, AK_D128("+f", d));                                   \
+#define AK_WGMMA_F32(TYPES)                                                      \
+  if constexpr (kN == 64) {                                                      \
+    AK_WGMMA(64, TYPES, AK_LIST32, 32, 33, 34, 35, 36, AK_D32("+f", d));         \
+  } else if constexpr (kN == 128) {                                              \
+    AK_WGMMA(128, TYPES, AK_LIST64, 64, 65, 66, 67, 68, AK_D64("+f", d));        \
+  } else if constexpr (kN == 192) {                                              \
+    AK_WGMMA(192, TYPES, AK_LIST96, 96, 97, 98, 99, 100, AK_D96("+f", d));       \
+  } else {                                                                       \
+    AK_WGMMA(256, TYPES, AK_LIST128, 128, 129, 130, 131, 132, AK_D128("+f", d)); \
   }
   if constexpr (dtype_of<T>::value == DType::kBFloat16) {
     AK_WGMMA_F32("f32.bf16.bf16")

@@ -1,12 +1,10 @@
 // softmax and log_softmax backward: dx = scale * y * (dy - sum(y * dy)), or for log: dx = scale * (dy - e^y * sum(dy)).
 //
 // Layout. Resident tiers: y and dy stay in registers as they are stored, 64 bytes of each per thread, and are widened
-// twice; each is read once. Streaming tier: read again for the second pass; also where dy and y differ in dtype. Columns
-// tier: as forward.
-// Synchronisation. One barrier (or cluster barrier) for the sum.
-// Skipped reads. Columns past the diagonal of a causal row.
-// Rounding points. The products and the sum (fp32, or fp64 for fp64 rows), dy - sum, its product with y and with scale;
-// then dx once, to its dtype.
+// twice; each is read once. Streaming tier: read again for the second pass; also where dy and y differ in dtype.
+// Columns tier: as forward. Synchronisation. One barrier (or cluster barrier) for the sum. Skipped reads. Columns past
+// the diagonal of a causal row. Rounding points. The products and the sum (fp32, or fp64 for fp64 rows), dy - sum, its
+// product with y and with scale; then dx once, to its dtype.
 #include "rows_common.cuh"
 
 namespace ampkernels::cuda {
@@ -21,30 +19,30 @@ template <typename C>
 __device__ __forceinline__ C term(C y, C dy, bool log) {
   return log ? dy : y * dy;
 }
-template <typename T, typename C>
+template <typename C>
 __device__ __forceinline__ C gradient(C y, C dy, C sum, C scale, bool log) {
-  return log ? fma(-exp_of<T>(y), sum, dy) * scale : y * (dy - sum) * scale;
+  return log ? fma(-exp_of(y), sum, dy) * scale : y * (dy - sum) * scale;
 }
 
-// Rows on 16 bytes, of whole vectors: the common case, and few instructions beside the arithmetic.
-template <typename T, typename O>
-__global__ void __launch_bounds__(kRowsCtaThreads, 2)
-    softmax_bwd_aligned(const __grid_constant__ SoftmaxBwdParams p, const TeamShape shape) {
+// Unit-stride rows: the common case, and few instructions beside the arithmetic. kAligned: rows on 16 bytes, of whole
+// vectors.
+template <typename T, typename O, bool kLog, bool kAligned>
+__global__ void __launch_bounds__(kRowsCtaThreads, kAligned ? 2 : 1)
+    softmax_bwd_plain(const __grid_constant__ SoftmaxBwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
-  constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kSoftmaxBwd, T>;
-  __shared__ TeamScratch<C> scratch;
+  constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
   grid_launch_dependents();
   grid_dependency_wait();
 
-  Team<C> team(shape, scratch);
+  Team<C> team(shape);
   const int64_t r = row_group_index(shape.cluster) * shape.rows_per_cta + team.slot;
   const bool active = r < p.rows;
   const int64_t row = active ? r : 0;
   const int limit = active ? int(kept_columns(p, row)) : 0, first = team.first(K), step = team.lanes;
 
   Vectors<T, V, K> y, dy;
-  y.load_aligned(aligned_row(p.y, row, sizeof(T)), first, step, (limit + V - 1) / V);
-  dy.load_aligned(aligned_row(p.dy, row, sizeof(T)), first, step, (limit + V - 1) / V);
+  y.template load_unit_stride<kAligned>(aligned_row(p.y, row, sizeof(T)), first, step, limit);
+  dy.template load_unit_stride<kAligned>(aligned_row(p.dy, row, sizeof(T)), first, step, limit);
 
   C sum[1] = {0};
 #pragma unroll
@@ -52,42 +50,43 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 2)
     C a[V], b[V];
     y.get(k, a);
     dy.get(k, b);
-    const int count = limit - (first + k * step) * V;
 #pragma unroll
-    for (int e = 0; e < V; ++e) a[e] = term(a[e], b[e], p.log);
-    if (count < V)
+    for (int e = 0; e < V; ++e) a[e] = term(a[e], b[e], kLog);
+    if (p.causal) {
+      const int count = limit - (first + k * step) * V;
 #pragma unroll
       for (int e = 0; e < V; ++e) a[e] = e < count ? a[e] : C(0);
+    }
     sum[0] += tree(a, Sum{});
   }
   team.reduce(sum, Sum{}, C(0));
-  y.forget();
-  dy.forget();
-  store_aligned<O, V, K>(aligned_row(p.dx, row, sizeof(O)), first, step, active ? int(p.cols) / V : 0,
-                         [&](int k, Pack<O, V>& out) {
-                           C a[V], b[V];
-                           y.get(k, a);
-                           dy.get(k, b);
+  y.forget(shape.zero);
+  dy.forget(shape.zero);
+  store_unit_stride<kAligned, O, V, K, C>(aligned_row(p.dx, row, sizeof(O)), first, step, active ? int(p.cols) : 0,
+                                          team.lane, [&](int k, C(&dx)[V]) {
+                                            C a[V], b[V];
+                                            y.get(k, a);
+                                            dy.get(k, b);
 #pragma unroll
-                           for (int e = 0; e < V; ++e) a[e] = gradient<T>(a[e], b[e], sum[0], C(p.scale), p.log);
-                           const int count = limit - (first + k * step) * V;
-                           if (count < V)
+                                            for (int e = 0; e < V; ++e)
+                                              dx[e] = gradient(a[e], b[e], sum[0], C(p.scale), kLog);
+                                            if (p.causal) {
+                                              const int count = limit - (first + k * step) * V;
 #pragma unroll
-                             for (int e = 0; e < V; ++e) a[e] = e < count ? a[e] : C(0);
-                           out.round_from(a);
-                         });
+                                              for (int e = 0; e < V; ++e) dx[e] = e < count ? dx[e] : C(0);
+                                            }
+                                          });
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kRowsCtaThreads, 1)
     softmax_bwd_resident(const __grid_constant__ SoftmaxBwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
-  constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kSoftmaxBwd, T>;
-  __shared__ TeamScratch<C> scratch;
+  constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
   grid_launch_dependents();
   grid_dependency_wait();
 
-  Team<C> team(shape, scratch);
+  Team<C> team(shape);
   const int64_t r = row_group_index(shape.cluster) * shape.rows_per_cta + team.slot;
   const bool active = r < p.rows;
   const int64_t row = active ? r : 0;
@@ -108,33 +107,31 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
     sum[0] += tree(a, Sum{});
   }
   team.reduce(sum, Sum{}, C(0));
-  y.forget();
-  dy.forget();
-  store_computed<T, V, K>(
-      row_pointer(p.dx, row), p.dx.dtype, p.dx.col_stride, first, step, active ? int(p.cols) : 0, team.lane, team.lanes,
-      [&](int k, C(&dx)[V]) {
-        C a[V], b[V];
-        y.get(k, a);
-        dy.get(k, b);
+  y.forget(shape.zero);
+  dy.forget(shape.zero);
+  store_computed<T, V, K>(row_pointer(p.dx, row), p.dx.dtype, p.dx.col_stride, first, step, active ? int(p.cols) : 0,
+                          team.lane, team.lanes, [&](int k, C(&dx)[V]) {
+                            C a[V], b[V];
+                            y.get(k, a);
+                            dy.get(k, b);
 #pragma unroll
-        for (int e = 0; e < V; ++e) dx[e] = gradient<T>(a[e], b[e], sum[0], C(p.scale), p.log);
-        if (p.causal || p.log)  // padding is 0, and e^0 is not
+                            for (int e = 0; e < V; ++e) dx[e] = gradient(a[e], b[e], sum[0], C(p.scale), p.log);
+                            if (p.causal || p.log)  // padding is 0, and e^0 is not
 #pragma unroll
-          for (int e = 0; e < V; ++e) dx[e] = (first + k * step) * V + e < limit ? dx[e] : C(0);
-      });
+                              for (int e = 0; e < V; ++e) dx[e] = (first + k * step) * V + e < limit ? dx[e] : C(0);
+                          });
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kRowsCtaThreads)
     softmax_bwd_streaming(const __grid_constant__ SoftmaxBwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
-  constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kSoftmaxBwd, T>;
+  constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
   constexpr int kFar = 1 << 24;
-  __shared__ TeamScratch<C> scratch;
   grid_launch_dependents();
   grid_dependency_wait();
 
-  Team<C> team(shape, scratch);
+  Team<C> team(shape);
   const int64_t r = int64_t(blockIdx.x) * shape.rows_per_cta + team.slot;
   const bool active = r < p.rows;
   const int64_t row = active ? r : 0, kept = active ? kept_columns(p, row) : 0;
@@ -180,7 +177,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads)
       y.get(k, a);
 #pragma unroll
       for (int e = 0; e < V; ++e)
-        dy[k][e] = (lane + k * step) * V + e < limit ? gradient<T>(a[e], dy[k][e], sum[0], C(p.scale), p.log) : C(0);
+        dy[k][e] = (lane + k * step) * V + e < limit ? gradient(a[e], dy[k][e], sum[0], C(p.scale), p.log) : C(0);
     }
     store_vectors<T>(row_pointer(p.dx, row, begin), p.dx.dtype, p.dx.col_stride, lane, step,
                      active ? int(min(p.cols - begin, int64_t(tile))) : 0, lane, step, dy);
@@ -204,7 +201,7 @@ __global__ void __launch_bounds__(32 * kColumnsMaxWarps)
   const char *y_row = row_pointer(p.y, at), *dy_row = row_pointer(p.dy, at);
 
   C y[E], dy[E];
-  const auto read = [&](const char* p_row, DType dtype, int64_t stride, int64_t begin, C (&v)[E]) {
+  const auto read = [&](const char* p_row, DType dtype, int64_t stride, int64_t begin, C(&v)[E]) {
     const auto fast = [&]<typename D>() {
       const D* q = reinterpret_cast<const D*>(p_row) + (begin + warp) * stride;
 #pragma unroll
@@ -248,7 +245,7 @@ __global__ void __launch_bounds__(32 * kColumnsMaxWarps)
     }
 #pragma unroll
     for (int e = 0; e < E; ++e)
-      dy[e] = begin + warp + e * warps < kept ? gradient<T>(y[e], dy[e], total, C(p.scale), p.log) : C(0);
+      dy[e] = begin + warp + e * warps < kept ? gradient(y[e], dy[e], total, C(p.scale), p.log) : C(0);
     const auto store = [&]<typename O>() {
       O* q = reinterpret_cast<O*>(dx) + (begin + warp) * p.dx.col_stride;
 #pragma unroll
@@ -279,7 +276,8 @@ Status launch_softmax_bwd(const SoftmaxBwdParams& p, cudaStream_t stream) {
   if (!device) return status;
   const RowsPlan plan =
       plan_rows(RowsOp::kSoftmaxBwd, p.cols, p.y.dtype, p.dy.dtype, layout_of(p.cols, p.y), device->arch);
-  const TeamShape shape{plan.lanes, plan.rows_per_cta, plan.cluster};
+  const TeamShape shape = team_shape(plan, p.cols);
+  const size_t scratch = size_t(team_scratch_bytes(shape, p.y.dtype == DType::kFloat64 ? 8 : 4));
   const int64_t ctas = (p.rows + plan.rows_per_cta - 1) / plan.rows_per_cta;
   return dispatch_row_dtype(p.y.dtype, [&]<typename T>() -> Status {
     if (plan.tier == RowsTier::kColumns)
@@ -287,15 +285,22 @@ Status launch_softmax_bwd(const SoftmaxBwdParams& p, cudaStream_t stream) {
     if constexpr (sizeof(T) < 8)
       if (plan.tier != RowsTier::kStreaming) {
         const auto launch = [&](auto kernel) {
-          return launch_rows(kernel, device->arch, ctas, plan.cta_threads(), plan.cluster, 0, stream, p, shape);
+          return launch_rows(kernel, device->arch, ctas, plan.cta_threads(), plan.cluster, scratch, stream, p, shape);
         };
-        if (p.cols % plan.vector == 0 && aligned_rows(p.y) && aligned_rows(p.dy) && aligned_rows(p.dx)) {
-          if (p.dx.dtype == dtype_of<T>::value) return launch(softmax_bwd_aligned<T, T>);
-          if (p.dx.dtype == dtype_of<Paired<T>>::value) return launch(softmax_bwd_aligned<T, Paired<T>>);
+        if (unit_stride_rows(p.y) && unit_stride_rows(p.dy) && unit_stride_rows(p.dx)) {
+          using P = Paired<T>;
+          const bool aligned =
+              p.cols % plan.vector == 0 && aligned_rows(p.y) && aligned_rows(p.dy) && aligned_rows(p.dx);
+          const auto pick = [&]<typename O>() {
+            if (p.log) return aligned ? softmax_bwd_plain<T, O, true, true> : softmax_bwd_plain<T, O, true, false>;
+            return aligned ? softmax_bwd_plain<T, O, false, true> : softmax_bwd_plain<T, O, false, false>;
+          };
+          if (p.dx.dtype == dtype_of<T>::value) return launch(pick.template operator()<T>());
+          if (p.dx.dtype == dtype_of<P>::value) return launch(pick.template operator()<P>());
         }
         return launch(softmax_bwd_resident<T>);
       }
-    return launch_rows(softmax_bwd_streaming<T>, device->arch, ctas, plan.cta_threads(), 1, 0, stream, p, shape);
+    return launch_rows(softmax_bwd_streaming<T>, device->arch, ctas, plan.cta_threads(), 1, scratch, stream, p, shape);
   });
 }
 

@@ -1,12 +1,12 @@
 // softmax and log_softmax forward: y = e^(s - max) / sum(e^(s - max)), s = scale * x + mask, or s - max - log(sum).
 //
-// Layout. Resident tiers: a row's scores live in registers, in the compute type, 32 registers per thread (rows_common.cuh
-// deals the vectors). Streaming tier: one CTA per row, online maximum and sum, then a second reading. Columns tier: softmax
-// over a dimension that is not the last; a lane per row keeps the accesses coalesced, the warps of a CTA share the columns.
-// Synchronisation. One barrier (or cluster barrier) for the maximum, one for the sum.
+// Layout. Resident tiers: a row's scores live in registers, in the compute type, 32 registers per thread
+// (rows_common.cuh deals the vectors). Streaming tier: one CTA per row, online maximum and sum, then a second reading.
+// Columns tier: softmax over a dimension that is not the last; a lane per row keeps the accesses coalesced, the warps
+// of a CTA share the columns. Synchronisation. One barrier (or cluster barrier) for the maximum, one for the sum.
 // Skipped reads. Columns past the diagonal of a causal row, and vectors whose mask drops all of their elements.
-// Rounding points. s once (one fma), s - max, e^, the sum (fp32, or fp64 for fp64 rows), 1 / sum and the product; then y
-// once, to its dtype.
+// Rounding points. s once (one fma), s - max, e^, the sum (fp32, or fp64 for fp64 rows), 1 / sum and the product; then
+// y once, to its dtype.
 #include "rows_common.cuh"
 
 namespace ampkernels::cuda {
@@ -16,7 +16,8 @@ template <typename C>
 __device__ __forceinline__ C minus_infinity() {
   return -C(INFINITY);
 }
-// What a kept element counts for the maximum at least: a row that keeps something is thereby told from one that does not.
+// What a kept element counts for the maximum at least: a row that keeps something is thereby told from one that does
+// not.
 template <typename C>
 __device__ __forceinline__ C lowest() {
   return sizeof(C) == 8 ? C(-1.7976931348623157e308) : C(-3.402823466e38f);
@@ -135,21 +136,21 @@ struct Finish {
       factor = empty ? C(0) : C(1) / sum;
   }
   __device__ __forceinline__ C from_score(C s) const {
-    return log ? (s - max) - factor : exp_of<T>(s - max) * factor;
+    return log ? (s - max) - factor : RowExp<C>(max).precise(s) * factor;
   }
 };
 
-// Rows on 16 bytes, of whole vectors, without a mask: the common case, and few instructions beside the arithmetic.
-template <typename T, typename O>
-__global__ void __launch_bounds__(kRowsCtaThreads, 2)
-    softmax_fwd_aligned(const __grid_constant__ SoftmaxFwdParams p, const TeamShape shape) {
+// Unit-stride rows without a mask: the common case, and few instructions beside the arithmetic. kAligned: rows on 16
+// bytes, of whole vectors.
+template <typename T, typename O, bool kLog, bool kAligned>
+__global__ void __launch_bounds__(kRowsCtaThreads, kAligned ? 2 : 1)
+    softmax_fwd_plain(const __grid_constant__ SoftmaxFwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
-  constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kSoftmaxFwd, T>;
-  __shared__ TeamScratch<C> scratch;
+  constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
   grid_launch_dependents();
   grid_dependency_wait();
 
-  Team<C> team(shape, scratch);
+  Team<C> team(shape);
   const int64_t r = row_group_index(shape.cluster) * shape.rows_per_cta + team.slot;
   const bool active = r < p.rows;
   const int64_t row = active ? r : 0;
@@ -157,43 +158,52 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 2)
   const int limit = active ? int(kept_columns(p, row)) : 0;
 
   Vectors<T, V, K> x;
-  x.load_aligned(aligned_row(p.x, row, sizeof(T)), first, step, (limit + V - 1) / V);
-  const C scale = C(p.scale);
-  C s[K][V], largest[1] = {minus_infinity<C>()};
+  x.template load_unit_stride<kAligned>(aligned_row(p.x, row, sizeof(T)), first, step, limit);
+  C s[K][V];
 #pragma unroll
-  for (int k = 0; k < K; ++k) {
-    x.get(k, s[k]);
+  for (int k = 0; k < K; ++k) x.get(k, s[k]);
+  if (p.scale != 1.0) {
+    const C scale = C(p.scale);
 #pragma unroll
-    for (int e = 0; e < V; ++e) s[k][e] *= scale;
-    const int count = limit - (first + k * step) * V;
-    if (count < V)
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+      for (int e = 0; e < V; ++e) s[k][e] *= scale;
+  }
+  if ((first + (K - 1) * step + 1) * V > limit)
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      const int count = limit - (first + k * step) * V;
 #pragma unroll
       for (int e = 0; e < V; ++e) s[k][e] = e < count ? s[k][e] : minus_infinity<C>();
-    largest[0] = fmax(largest[0], tree(s[k], Max{}));
-  }
+    }
+  C largest[1] = {minus_infinity<C>()};
+#pragma unroll
+  for (int k = 0; k < K; ++k) largest[0] = fmax(largest[0], tree(s[k], Max{}));
   team.reduce(largest, Max{}, minus_infinity<C>());
 
+  const RowExp<C> row_exp(largest[0]);
   C sum[1] = {0};
+  if constexpr (kLog) {
 #pragma unroll
-  for (int k = 0; k < K; ++k) {
-    C e[V];
+    for (int k = 0; k < K; ++k) {
+      C e[V];
 #pragma unroll
-    for (int i = 0; i < V; ++i) {
-      s[k][i] -= largest[0];
-      e[i] = exp_of<T>(s[k][i]);
-      if (!p.log) s[k][i] = e[i];
+      for (int i = 0; i < V; ++i) e[i] = row_exp.precise(s[k][i]);
+      sum[0] += tree(e, Sum{});
     }
-    sum[0] += tree(e, Sum{});
+  } else {
+    exponentials(row_exp, sizeof(O) > 2, s);
+#pragma unroll
+    for (int k = 0; k < K; ++k) sum[0] += tree(s[k], Sum{});
   }
   team.reduce(sum, Sum{}, C(0));
-  const C factor = p.log ? ::log(sum[0]) : C(1) / sum[0];
-  store_aligned<O, V, K>(aligned_row(p.y, row, sizeof(O)), first, step, active ? int(p.cols) / V : 0,
-                         [&](int k, Pack<O, V>& out) {
-                           C y[V];
+  const C factor = kLog ? ::log(sum[0]) : C(1) / sum[0];
+  store_unit_stride<kAligned, O, V, K, C>(aligned_row(p.y, row, sizeof(O)), first, step, active ? int(p.cols) : 0,
+                                          team.lane, [&](int k, C(&y)[V]) {
 #pragma unroll
-                           for (int i = 0; i < V; ++i) y[i] = p.log ? s[k][i] - factor : s[k][i] * factor;
-                           out.round_from(y);
-                         });
+                                            for (int i = 0; i < V; ++i)
+                                              y[i] = kLog ? (s[k][i] - largest[0]) - factor : s[k][i] * factor;
+                                          });
 }
 
 template <typename T, bool kMasked>
@@ -201,20 +211,21 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
     softmax_fwd_resident(const __grid_constant__ SoftmaxFwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
   constexpr int V = kVector<T>;
-  constexpr int K = kVectorsPerThread<RowsOp::kSoftmaxFwd, T>;
-  __shared__ TeamScratch<C> scratch;
+  constexpr int K = kRowsVectorsPerThread;
   grid_launch_dependents();
   grid_dependency_wait();
 
-  Team<C> team(shape, scratch);
+  Team<C> team(shape);
   const int64_t row = row_group_index(shape.cluster) * shape.rows_per_cta + team.slot;
   const bool active = row < p.rows;
   const int first = team.first(K), step = team.lanes;
 
   C s[K][V];
-  C largest[1] = {load_scores<T, kMasked>(p, active ? row : 0, 0, first, step, active ? int(kept_columns(p, row)) : 0, s)};
+  C largest[1] = {
+      load_scores<T, kMasked>(p, active ? row : 0, 0, first, step, active ? int(kept_columns(p, row)) : 0, s)};
   team.reduce(largest, Max{}, minus_infinity<C>());
   const C max = Finish<T, kMasked>::shift(largest[0]);
+  const RowExp<C> row_exp(max);
 
   C sum[1] = {0};
   if (p.log) {
@@ -222,29 +233,20 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
     for (int k = 0; k < K; ++k) {
       C e[V];
 #pragma unroll
-      for (int i = 0; i < V; ++i) e[i] = exp_of<T>(s[k][i] - max);
+      for (int i = 0; i < V; ++i) e[i] = row_exp.precise(s[k][i]);
       sum[0] += tree(e, Sum{});
     }
-    team.reduce(sum, Sum{}, C(0));
-    const Finish<T, kMasked> finish(p, largest[0], sum[0]);
-#pragma unroll
-    for (int k = 0; k < K; ++k)
-#pragma unroll
-      for (int i = 0; i < V; ++i) s[k][i] = (s[k][i] - max) - finish.factor;
   } else {
+    exponentials(row_exp, element_size(p.y.dtype) > 2, s);
 #pragma unroll
-    for (int k = 0; k < K; ++k) {
-#pragma unroll
-      for (int i = 0; i < V; ++i) s[k][i] = exp_of<T>(s[k][i] - max);
-      sum[0] += tree(s[k], Sum{});
-    }
-    team.reduce(sum, Sum{}, C(0));
-    const Finish<T, kMasked> finish(p, largest[0], sum[0]);
-#pragma unroll
-    for (int k = 0; k < K; ++k)
-#pragma unroll
-      for (int i = 0; i < V; ++i) s[k][i] *= finish.factor;
+    for (int k = 0; k < K; ++k) sum[0] += tree(s[k], Sum{});
   }
+  team.reduce(sum, Sum{}, C(0));
+  const Finish<T, kMasked> finish(p, largest[0], sum[0]);
+#pragma unroll
+  for (int k = 0; k < K; ++k)
+#pragma unroll
+    for (int i = 0; i < V; ++i) s[k][i] = p.log ? (s[k][i] - max) - finish.factor : s[k][i] * finish.factor;
   store_vectors<T>(row_pointer(p.y, active ? row : 0), p.y.dtype, p.y.col_stride, first, step, active ? int(p.cols) : 0,
                    team.lane, team.lanes, s);
 }
@@ -254,13 +256,12 @@ template <typename T>
 __global__ void __launch_bounds__(kRowsCtaThreads)
     softmax_fwd_streaming(const __grid_constant__ SoftmaxFwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
-  constexpr int V = kVector<T>, K = kVectorsPerThread<RowsOp::kSoftmaxFwd, T>;
+  constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
   constexpr int kFar = 1 << 24;  // more columns than a tile, few enough for 32-bit byte offsets
-  __shared__ TeamScratch<C> scratch;
   grid_launch_dependents();
   grid_dependency_wait();
 
-  Team<C> team(shape, scratch);
+  Team<C> team(shape);
   const int64_t r = int64_t(blockIdx.x) * shape.rows_per_cta + team.slot;
   const bool active = r < p.rows;
   const int64_t row = active ? r : 0, kept = active ? kept_columns(p, row) : 0;
@@ -270,23 +271,22 @@ __global__ void __launch_bounds__(kRowsCtaThreads)
 #pragma unroll 1
   for (int64_t begin = 0; begin < kept; begin += tile) {
     C s[K][V];
-    const C top =
-        load_scores<T, true>(p, row, begin, team.lane, team.lanes, int(min(kept - begin, int64_t(kFar))), s);
+    const C top = load_scores<T, true>(p, row, begin, team.lane, team.lanes, int(min(kept - begin, int64_t(kFar))), s);
     if (top > largest[0]) {
-      sum[0] *= exp_of<T>(largest[0] - top);
+      sum[0] *= exp_of(largest[0] - top);
       largest[0] = top;
     }
     const C max = largest[0] == minus_infinity<C>() ? C(0) : largest[0];  // nothing kept yet: the exponentials are 0
 #pragma unroll
     for (int k = 0; k < K; ++k) {
 #pragma unroll
-      for (int i = 0; i < V; ++i) s[k][i] = exp_of<T>(s[k][i] - max);
+      for (int i = 0; i < V; ++i) s[k][i] = exp_of(s[k][i] - max);
       sum[0] += tree(s[k], Sum{});
     }
   }
   const C mine = largest[0];
   team.reduce(largest, Max{}, minus_infinity<C>());
-  sum[0] *= mine == largest[0] ? C(1) : exp_of<T>(mine - largest[0]);
+  sum[0] *= mine == largest[0] ? C(1) : exp_of(mine - largest[0]);
   team.reduce(sum, Sum{}, C(0));
   const Finish<T, true> finish(p, largest[0], sum[0]);
 
@@ -305,8 +305,8 @@ __global__ void __launch_bounds__(kRowsCtaThreads)
   }
 }
 
-// Lane l of every warp works on row 32 * blockIdx.x + l; warp w takes columns w, w + warps, ... A row of one tile stays in
-// registers between the passes.
+// Lane l of every warp works on row 32 * blockIdx.x + l; warp w takes columns w, w + warps, ... A row of one tile stays
+// in registers between the passes.
 template <typename T>
 __global__ void __launch_bounds__(32 * kColumnsMaxWarps)
     softmax_fwd_columns(const __grid_constant__ SoftmaxFwdParams p, const int warps) {
@@ -362,12 +362,12 @@ __global__ void __launch_bounds__(32 * kColumnsMaxWarps)
   for (int64_t begin = 0; begin < p.cols; begin += tile) {
     const C top = load(begin);
     if (top > largest) {
-      sum *= exp_of<T>(largest - top);
+      sum *= exp_of(largest - top);
       largest = top;
     }
     const C max = largest == minus_infinity<C>() ? C(0) : largest;
 #pragma unroll
-    for (int e = 0; e < E; ++e) sum += exp_of<T>(s[e] - max);
+    for (int e = 0; e < E; ++e) sum += exp_of(s[e] - max);
   }
   scratch[0][warp][lane] = largest;
   scratch[1][warp][lane] = sum;
@@ -376,7 +376,7 @@ __global__ void __launch_bounds__(32 * kColumnsMaxWarps)
   for (int w = 0; w < warps; ++w) all = fmax(all, scratch[0][w][lane]);
   for (int w = 0; w < warps; ++w) {
     const C m = scratch[0][w][lane];
-    total += scratch[1][w][lane] * (m == all ? C(1) : exp_of<T>(m - all));
+    total += scratch[1][w][lane] * (m == all ? C(1) : exp_of(m - all));
   }
   const Finish<T, true> finish(p, all, total);
 
@@ -417,26 +417,31 @@ Status launch_softmax_fwd(const SoftmaxFwdParams& p, cudaStream_t stream) {
   if (!device) return status;
   const RowsLayout layout = layout_of(p.cols, p.x);
   const RowsPlan plan = plan_rows(RowsOp::kSoftmaxFwd, p.cols, p.x.dtype, p.x.dtype, layout, device->arch);
-  const TeamShape shape{plan.lanes, plan.rows_per_cta, plan.cluster};
+  const TeamShape shape = team_shape(plan, p.cols);
+  const size_t scratch = size_t(team_scratch_bytes(shape, p.x.dtype == DType::kFloat64 ? 8 : 4));
   const int64_t ctas = (p.rows + plan.rows_per_cta - 1) / plan.rows_per_cta;
   return dispatch_row_dtype(p.x.dtype, [&]<typename T>() -> Status {
     [[maybe_unused]] const bool masked = p.mask.data != nullptr;
     if (plan.tier == RowsTier::kColumns)
       return launch_rows(softmax_fwd_columns<T>, device->arch, ctas, plan.cta_threads(), 1, 0, stream, p, plan.lanes);
     if constexpr (sizeof(T) < 8) {
-      if (plan.tier != RowsTier::kStreaming && !masked && p.cols % plan.vector == 0 && aligned_rows(p.x) &&
-          aligned_rows(p.y)) {
-        const auto launch = [&](auto kernel) {
-          return launch_rows(kernel, device->arch, ctas, plan.cta_threads(), plan.cluster, 0, stream, p, shape);
+      if (plan.tier != RowsTier::kStreaming && !masked && unit_stride_rows(p.x) && unit_stride_rows(p.y)) {
+        const auto launch = [&]<typename O>() {
+          const auto go = [&](auto kernel) {
+            return launch_rows(kernel, device->arch, ctas, plan.cta_threads(), plan.cluster, scratch, stream, p, shape);
+          };
+          if (p.cols % plan.vector == 0 && aligned_rows(p.x) && aligned_rows(p.y))
+            return go(p.log ? softmax_fwd_plain<T, O, true, true> : softmax_fwd_plain<T, O, false, true>);
+          return go(p.log ? softmax_fwd_plain<T, O, true, false> : softmax_fwd_plain<T, O, false, false>);
         };
-        if (p.y.dtype == dtype_of<T>::value) return launch(softmax_fwd_aligned<T, T>);
-        if (p.y.dtype == dtype_of<Paired<T>>::value) return launch(softmax_fwd_aligned<T, Paired<T>>);
+        if (p.y.dtype == dtype_of<T>::value) return launch.template operator()<T>();
+        if (p.y.dtype == dtype_of<Paired<T>>::value) return launch.template operator()<Paired<T>>();
       }
       if (plan.tier != RowsTier::kStreaming)
         return launch_rows(masked ? softmax_fwd_resident<T, true> : softmax_fwd_resident<T, false>, device->arch, ctas,
-                           plan.cta_threads(), plan.cluster, 0, stream, p, shape);
+                           plan.cta_threads(), plan.cluster, scratch, stream, p, shape);
     }
-    return launch_rows(softmax_fwd_streaming<T>, device->arch, ctas, plan.cta_threads(), 1, 0, stream, p, shape);
+    return launch_rows(softmax_fwd_streaming<T>, device->arch, ctas, plan.cta_threads(), 1, scratch, stream, p, shape);
   });
 }
 

@@ -1,5 +1,5 @@
 // Which tile, cluster and order the Hopper GEMM uses: a pure function of the problem. Nothing here shapes a sum, except
-// `splits`, which is 1 under a chunked policy.
+// `splits`, which must be 1 under a chunked policy and with fp16 accumulators.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,8 @@ namespace ampkernels {
 enum class Schedule : int32_t { kCooperative = 0, kPingpong = 1 };
 enum class Share : int32_t { kNone = 0, kA = 1, kB = 2 };  // the operand that a cluster of two loads once
 
-enum class TileSm90 : int32_t { kCoop128x256 = 0, kPing128x192 = 1, kPing64x256 = 2, kPing128x128 = 3, kCoop128x192 = 4 };
-inline constexpr int kTilesSm90 = 5;
+enum class TileSm90 : int32_t { kCoop128x256 = 0, kPing128x192 = 1, kPing128x128 = 2, kCoop128x192 = 3 };
+inline constexpr int kTilesSm90 = 4;
 
 struct TileShape {
   int m, n;
@@ -25,8 +25,6 @@ constexpr TileShape tile_shape(TileSm90 tile) {
       return {128, 256, Schedule::kCooperative};
     case TileSm90::kPing128x192:
       return {128, 192, Schedule::kPingpong};
-    case TileSm90::kPing64x256:
-      return {64, 256, Schedule::kPingpong};
     case TileSm90::kPing128x128:
       return {128, 128, Schedule::kPingpong};
     case TileSm90::kCoop128x192:
@@ -40,21 +38,35 @@ struct GemmSm90Plan {
   Share share = Share::kNone;
   int group = 8;  // tiles along one dimension whose operands a wave keeps in L2
   bool group_along_n = false;
-  int splits = 1;
+  int splits = 1;  // ranges of K; 1 from the planner, until the split has been run on a device
 };
 
-// Cost of one tile in tensor-core cycles, from the counts of docs/gemm.md: products at the share of their peak that the
-// tile's shared-memory traffic allows, and the epilogue where nothing hides it.
-inline double tile_cycles(TileSm90 tile, int64_t k_blocks, bool heavy_epilogue) {
+// What a tile reaches and what its epilogue costs, in cycles per element of the tile: docs/gemm.md's tables, but for
+// the activations' costs, which are estimates until the present epilogue has been timed.
+struct TileCost {
+  double reached;           // share of the tensor cores' peak in the main loop
+  double plain, activated;  // epilogue of one warpgroup (ping-pong), or exposed (cooperative)
+};
+constexpr TileCost tile_cost(TileSm90 tile) {
+  switch (tile) {
+    case TileSm90::kPing128x192:
+      return {0.89, 0.35, 1.2};
+    case TileSm90::kPing128x128:
+      return {0.84, 0.35, 0.75};
+    default:
+      return {0.885, 0.05, 0.22};
+  }
+}
+
+// Cycles of one tile.
+inline double tile_cycles(TileSm90 tile, int64_t k_blocks, double activations) {
   const TileShape shape = tile_shape(tile);
-  const bool pingpong = shape.schedule == Schedule::kPingpong;
-  const double products = double(shape.m) * shape.n * 64 * 2 / 8192;
-  const double efficiency = tile == TileSm90::kPing128x192 ? 0.885 : tile == TileSm90::kPing128x128 ? 0.86 : 0.85;
-  const double elements = double(shape.m) * shape.n;
-  // A ping-pong epilogue is hidden unless it is longer than the other tile's products.
-  const double epilogue = elements * (heavy_epilogue ? 0.12 : 0.06);
-  const double main = double(k_blocks) * products / 2 / efficiency;
-  return pingpong ? std::max(main, (main + epilogue) / 2) + 300 : main + epilogue + 600;
+  const TileCost cost = tile_cost(tile);
+  const double area = double(shape.m) * shape.n;
+  const double products = double(k_blocks) * area / 32 / cost.reached;
+  const double epilogue = area * (cost.plain + activations * (cost.activated - cost.plain));
+  // A ping-pong epilogue runs under the other tile's products; longer than they are, it holds both up.
+  return shape.schedule == Schedule::kPingpong ? std::max(products, (products + epilogue) / 2) : products + epilogue;
 }
 
 inline GemmSm90Plan plan_gemm_sm90(const GemmParams& p, int sms) {
@@ -71,11 +83,13 @@ inline GemmSm90Plan plan_gemm_sm90(const GemmParams& p, int sms) {
   } else if (p.accumulate.chunk > 0) {
     plan.tile = TileSm90::kCoop128x192;
   } else {
-    const bool heavy = gated || p.activation != Activation::kNone || p.kind == EpilogueKind::kActGrad;
+    const bool cheap = p.activation == Activation::kNone || p.activation == Activation::kRelu;
+    const double activations = cheap ? 0 : gated ? 0.5 : 1;  // per element of the tile
     double best = 0;
+    const int64_t k_blocks = (p.k + 63) / 64;
     for (const TileSm90 tile : {TileSm90::kPing128x192, TileSm90::kPing128x128, TileSm90::kCoop128x256}) {
       const int64_t waves = (tiles(tile) + sms - 1) / sms;
-      const double cost = double(waves) * tile_cycles(tile, (p.k + 63) / 64, heavy);
+      const double cost = double(waves) * tile_cycles(tile, k_blocks, activations);
       if (best == 0 || cost < best) {
         best = cost;
         plan.tile = tile;

@@ -1,6 +1,7 @@
-// The plan of a row kernel: how many lanes share a row, and how it is held. A pure function of the row (op, length, dtypes,
-// layout) and the architecture, never of the number of rows: everything here shapes the order in which a row is summed, so
-// a row keeps its bits whatever stands beside it. No CUDA headers: tested on any machine, printed by `explain`.
+// The plan of a row kernel: how many lanes share a row, and how it is held. A pure function of the row (op, length,
+// dtypes, layout) and the architecture, never of the number of rows: everything here shapes the order in which a row is
+// summed, so a row keeps its bits whatever stands beside it. No CUDA headers: tested on any machine, printed by
+// `explain`.
 #pragma once
 
 #include <cstdio>
@@ -59,23 +60,22 @@ struct RowsPlan {
   int cta_threads() const { return lanes * rows_per_cta; }
 };
 
-// Row bytes in flight per thread. Forward holds the row in the compute type: 32 registers whatever the dtype, which is 64
-// bytes of a 16-bit row. Backward holds two rows as they are stored, 64 bytes of each.
-constexpr int rows_vector(DType dtype) { return int(16 / dtype_size(dtype)); }
-constexpr int rows_vectors_per_thread(RowsOp op, DType dtype) {
-  const bool forward = op == RowsOp::kSoftmaxFwd || op == RowsOp::kNormFwd;
-  return forward && dtype_size(dtype) > 2 ? 8 : 4;
+// A thread holds 64 bytes of a row, whatever the dtype: forward in the compute type (32 registers of a 16-bit row),
+// backward two rows as they are stored.
+constexpr int rows_vector(DType dtype) {
+  return int(16 / dtype_size(dtype));
 }
+constexpr int kRowsVectorsPerThread = 4;
 
 // The dtype, beside its own, for which the kernels of a row have 16-byte accesses to its other operands.
 constexpr DType rows_paired_dtype(DType dtype) {
   return dtype == DType::kFloat32 ? DType::kBFloat16 : DType::kFloat32;
 }
 
-constexpr int kRowsCtaThreads = 512;     // the most threads of a CTA that share a row
+constexpr int kRowsCtaThreads = 512;       // the most threads of a CTA that share a row
 constexpr int kRowsSmallCtaThreads = 128;  // the CTA of the warp tiers
-constexpr int kRowsMaxCluster = 16;      // 8 is portable; 16 is allowed by opt-in on 9.0 and 10.0
-constexpr int kColumnsPerThread = 32;    // columns tier: values one thread holds
+constexpr int kRowsMaxCluster = 16;        // 8 is portable; 16 is allowed by opt-in on 9.0 and 10.0
+constexpr int kColumnsPerThread = 32;      // columns tier: values one thread holds
 constexpr int kColumnsMaxWarps = 16;
 
 // arch: 80, 86, 90, ... Shared memory that one CTA may have, in bytes.
@@ -83,8 +83,8 @@ constexpr int rows_max_shared(int arch) {
   return arch == 80 || arch == 87 ? 163 * 1024 : arch >= 90 && arch < 120 ? 227 * 1024 : 99 * 1024;
 }
 
-// Shared memory of norm backward beside the ring: reduction scratch.
-constexpr int kNormBwdScratchBytes = 2 * 2 * 16 * kRowsMaxCluster;  // per byte of the compute type: [phase][value][warp of a cluster]
+// Shared memory of norm backward beside the ring: the reductions', per byte of the compute type: [phase][value][warp].
+constexpr int kNormBwdScratchBytes = 2 * 2 * 16 * kRowsMaxCluster;
 
 inline int64_t norm_bwd_stage_bytes(const RowsPlan& plan, int64_t s_size, int64_t dy_size) {
   const int64_t elements = int64_t(plan.lanes) * plan.vectors_per_thread * plan.vector;
@@ -95,14 +95,15 @@ inline int64_t norm_bwd_weight_bytes(const RowsPlan& plan, int64_t compute_size)
 }
 inline int64_t norm_bwd_shared_bytes(const RowsPlan& plan, int64_t s_size, int64_t dy_size, int64_t compute_size) {
   return plan.stages * norm_bwd_stage_bytes(plan, s_size, dy_size) + norm_bwd_weight_bytes(plan, compute_size) +
-         kNormBwdScratchBytes * compute_size;
+         kNormBwdScratchBytes * compute_size + 16 +
+         plan.rows_per_cta * plan.stages * 8;  // and a barrier per slot and stage
 }
 
 // `other` is the dtype of the second operand held with the row: dy in norm backward, else the row's own.
 inline RowsPlan plan_rows(RowsOp op, int64_t cols, DType dtype, DType other, RowsLayout layout, int arch) {
   RowsPlan plan;
   plan.vector = rows_vector(dtype);
-  plan.vectors_per_thread = rows_vectors_per_thread(op, dtype);
+  plan.vectors_per_thread = kRowsVectorsPerThread;
   const bool softmax = op == RowsOp::kSoftmaxFwd || op == RowsOp::kSoftmaxBwd;
   const int64_t size = dtype_size(dtype), other_size = dtype_size(other);
   const int64_t compute_size = size == 8 ? 8 : 4;
@@ -155,7 +156,8 @@ inline RowsPlan plan_rows(RowsOp op, int64_t cols, DType dtype, DType other, Row
   } else {
     plan.tier = RowsTier::kStreaming;
     plan.lanes = max_threads;
-    plan.reason = arch >= 90 ? "longer than a cluster holds" : "longer than a CTA holds, and no clusters on this architecture";
+    plan.reason =
+        arch >= 90 ? "longer than a cluster holds" : "longer than a CTA holds, and no clusters on this architecture";
   }
 
   if (size == 8 && op != RowsOp::kNormBwd) {  // small teams too, but no tier of its own: fp64 is for checking
@@ -167,12 +169,17 @@ inline RowsPlan plan_rows(RowsOp op, int64_t cols, DType dtype, DType other, Row
     plan.reason = "fp64 rows are read again for each pass";
   }
   if (op == RowsOp::kNormBwd) {
-    // One CTA per SM of an H200, and as many clusters as its GPCs of 16 and 18 SMs hold at once.
-    constexpr int kGroups = 132;
-    plan.row_groups = plan.cluster == 1 ? kGroups : plan.cluster == 2 ? kGroups / 2 : 128 / plan.cluster;
+    // One CTA per SM of an H200, and as many clusters as it holds at once (cudaOccupancyMaxActiveClusters): 66, 30,
+    // 15, 7.
+    plan.row_groups = plan.cluster == 1   ? 132
+                      : plan.cluster == 2 ? 66
+                      : plan.cluster == 4 ? 30
+                      : plan.cluster == 8 ? 15
+                                          : 7;
     if (plan.tier == RowsTier::kStreaming) plan.row_groups = 16;
     plan.stages = 4;
-    while (plan.stages > 1 && norm_bwd_shared_bytes(plan, size, other_size, compute_size) > rows_max_shared(arch) - 1024)
+    while (plan.stages > 1 &&
+           norm_bwd_shared_bytes(plan, size, other_size, compute_size) > rows_max_shared(arch) - 1024)
       --plan.stages;
   }
   return plan;

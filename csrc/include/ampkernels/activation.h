@@ -26,57 +26,64 @@ constexpr float kSigmoidZero = 88.0f;
 
 // fp32: csrc/include/ampkernels/math.h, the same bits on host and device. The gated forms x s(x), s(-x) = 1 - s(x), are
 // max(x, 0) - |x| s(-|x|): what is subtracted is small, so that its error hardly counts.
-template <Activation A>
-AK_HOST_DEVICE float activation_fp32(float x) {
+template <Activation A, typename F>
+AK_HOST_DEVICE F activation_fp32(const F& x) {
   if constexpr (A == Activation::kGelu) {
-    const float a = at_most(abs_fp32(x), 14.0f);
+    const F a = at_most(abs_fp32(x), 14.0f);
     return fma_fp32(-a, normal_tail(a), at_least(x, 0.0f));
   } else if constexpr (A == Activation::kSigmoid) {
     return sigmoid_fp32(x);
   } else if constexpr (A == Activation::kTanh) {
     return tanh_fp32(x);
   } else {
-    const float a = at_most(abs_fp32(x), kSigmoidZero);
-    float z = a;
+    const F a = at_most(abs_fp32(x), kSigmoidZero);
+    F z = a;
     if constexpr (A == Activation::kGeluTanh) z = a * fma_fp32(kGeluTanh3, a * a, kGeluTanh1);
     if constexpr (A == Activation::kQuickGelu) z = 1.702f * a;
     return fma_fp32(-a, sigmoid_pair(z).lower, at_least(x, 0.0f));
   }
 }
 
+AK_HOST_DEVICE float tanh_slope(float lower, float upper, float h) {
+  const bool small = h < 0.375f;
+  return 4.0f * fma_fp32(small ? -h : lower, small ? h : upper, small ? 0.25f : 0.0f);
+}
+template <int N>
+AK_HOST_DEVICE Lanes<N> tanh_slope(const Lanes<N>& lower, const Lanes<N>& upper, const Lanes<N>& h) {
+  return map_lanes<N>([](float a, float b, float c) { return tanh_slope(a, b, c); }, lower, upper, h);
+}
+
 // For f(x) = x s(x) with s(-x) = 1 - s(x), f'(x) = 1 - f'(-x): the derivative at -|x|, where nothing cancels but at its
 // one zero, serves both signs.
-template <Activation A>
-AK_HOST_DEVICE float activation_grad_fp32(float x) {
+template <Activation A, typename F>
+AK_HOST_DEVICE F activation_grad_fp32(const F& x) {
   if constexpr (A == Activation::kGelu) {
-    const float a = at_most(abs_fp32(x), 14.0f);
-    const float y = x * (x * -0.72134752044448170368f);  // log2 of exp(-x^2 / 2)
-    const float density = exp2_nonpositive(at_least(y, -127.0f));
-    const float lower = fma_fp32(a * -0.39894228040143267794f, density, normal_tail(a));
+    const F a = at_most(abs_fp32(x), 14.0f);
+    const F y = x * (x * -0.72134752044448170368f);  // log2 of exp(-x^2 / 2)
+    const F density = exp2_nonpositive(at_least(y, -127.0f));
+    const F lower = fma_fp32(a * -0.39894228040143267794f, density, normal_tail(a));
     return lower_or_complement(x, lower);
   } else if constexpr (A == Activation::kGeluTanh) {
-    const float a = at_most(abs_fp32(x), 12.0f);
-    const float a2 = a * a;
-    const SigmoidPair s = sigmoid_pair(a * fma_fp32(kGeluTanh3, a2, kGeluTanh1));
-    const float dz = a * fma_fp32(3.0f * kGeluTanh3, a2, kGeluTanh1);
-    const float lower = s.lower * fma_fp32(-dz, s.upper, 1.0f);
+    const F a = at_most(abs_fp32(x), 12.0f);
+    const F a2 = a * a;
+    const SigmoidPair<F> s = sigmoid_pair(a * fma_fp32(kGeluTanh3, a2, kGeluTanh1));
+    const F dz = a * fma_fp32(3.0f * kGeluTanh3, a2, kGeluTanh1);
+    const F lower = s.lower * fma_fp32(-dz, s.upper, 1.0f);
     return lower_or_complement(x, lower);
   } else if constexpr (A == Activation::kSilu || A == Activation::kQuickGelu) {
-    const float z = A == Activation::kSilu ? x : 1.702f * x;
-    const SigmoidPair s = sigmoid_pair(z);
-    const float lower = s.lower * fma_fp32(-at_most(abs_fp32(z), kSigmoidZero), s.upper, 1.0f);
+    const F z = A == Activation::kSilu ? x : 1.702f * x;
+    const SigmoidPair<F> s = sigmoid_pair(z);
+    const F lower = s.lower * fma_fp32(-at_most(abs_fp32(z), kSigmoidZero), s.upper, 1.0f);
     return lower_or_complement(x, lower);
   } else if constexpr (A == Activation::kSigmoid) {
-    const SigmoidPair s = sigmoid_pair(x);
+    const SigmoidPair<F> s = sigmoid_pair(x);
     return s.lower * s.upper;
   } else {
     static_assert(A == Activation::kTanh);
     // 4 (1/4 - (tanh / 2)^2) while tanh is small, then 4 sigmoid(2x) sigmoid(-2x), which does not cancel. One fma
     // serves both.
-    const SigmoidPair s = sigmoid_pair(2.0f * x);
-    const float h = 0.5f * (s.upper - s.lower);
-    const bool small = h < 0.375f;
-    return 4.0f * fma_fp32(small ? -h : s.lower, small ? h : s.upper, small ? 0.25f : 0.0f);
+    const SigmoidPair<F> s = sigmoid_pair(2.0f * x);
+    return tanh_slope(s.lower, s.upper, 0.5f * (s.upper - s.lower));
   }
 }
 
@@ -165,6 +172,24 @@ AK_HOST_DEVICE C activation_grad(C x) {
     return detail::activation_grad_fp64<A>(x);
   else
     return detail::activation_grad_fp32<A>(x);
+}
+
+// Several at once, operation by operation (math.h, Lanes): the same bits.
+template <Activation A, int N>
+AK_HOST_DEVICE Lanes<N> activation(const Lanes<N>& x) {
+  if constexpr (A == Activation::kNone || A == Activation::kRelu || A == Activation::kRelu2) {
+    return map_lanes<N>([](float a) { return activation<A>(a); }, x);
+  } else {
+    return detail::activation_fp32<A>(x);
+  }
+}
+template <Activation A, int N>
+AK_HOST_DEVICE Lanes<N> activation_grad(const Lanes<N>& x) {
+  if constexpr (A == Activation::kNone || A == Activation::kRelu || A == Activation::kRelu2) {
+    return map_lanes<N>([](float a) { return activation_grad<A>(a); }, x);
+  } else {
+    return detail::activation_grad_fp32<A>(x);
+  }
 }
 
 // The same from y = act(x), for the activations whose derivative needs no more (relu: y > 0 exactly where x > 0, but

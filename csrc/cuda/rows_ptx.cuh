@@ -1,0 +1,144 @@
+// The PTX that the row kernels use: dependent launch, barriers, clusters, bulk copies, aligned loads and stores. Empty
+// where an architecture has no such thing: the plan never asks for it there.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "ampkernels/convert.h"
+
+namespace ampkernels::cuda {
+
+// Programmatic dependent launch: nothing is read or written before `wait`; `launch_dependents` lets the next kernel's
+// CTAs take their places while this grid drains.
+__device__ __forceinline__ void grid_dependency_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void grid_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ int cluster_rank() {
+#if __CUDA_ARCH__ >= 900
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return int(rank);
+#else
+  return 0;
+#endif
+}
+// Index of the CTA, or of its cluster.
+__device__ __forceinline__ int64_t row_group_index(int cluster) {
+  uint32_t id;
+#if __CUDA_ARCH__ >= 900
+  if (cluster > 1)
+    asm("mov.u32 %0, %%clusterid.x;" : "=r"(id));
+  else
+#endif
+    asm("mov.u32 %0, %%ctaid.x;" : "=r"(id));
+  return id;
+}
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return uint32_t(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier) {  // one arrival per phase
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(shared_address(barrier))
+      : "memory");
+#endif
+}
+__device__ __forceinline__ void mbarrier_expect(uint64_t* barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+#endif
+}
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n\t.reg .pred done;\n"
+      "again:\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t@!done bra again;\n}" ::
+          "r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+#endif
+}
+// `bytes` (a multiple of 16) into shared memory, counted on `barrier`.
+__device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, int bytes, uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+#endif
+}
+// Writes `value` to the address `local` has in CTA `rank` of the cluster, and counts its bytes on that CTA's `barrier`:
+// no fence, where a release on the cluster barrier would wait for every global store in flight.
+template <typename C>
+__device__ __forceinline__ void store_remote_shared(C* local, uint64_t* barrier, int rank, C value) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t to, remote_barrier;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(local)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_barrier) : "r"(shared_address(barrier)), "r"(rank));
+  if constexpr (sizeof(C) == 4)
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+                 "r"(bit_cast<uint32_t>(value)), "r"(remote_barrier)
+                 : "memory");
+  else
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(to),
+                 "l"(bit_cast<uint64_t>(value)), "r"(remote_barrier)
+                 : "memory");
+#endif
+}
+
+// An aligned unit of U bytes. Rows are read once: they do not displace the weights and masks in L1 (kStream).
+enum class Cache { kStream, kKeep };
+
+template <int U, Cache kCache>
+__device__ __forceinline__ void load_unit(uint32_t* w, const char* p) {
+  if constexpr (U == 16) {
+    if constexpr (kCache == Cache::kStream)
+      asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                   : "l"(p));
+    else
+      asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                   : "l"(p));
+  } else if constexpr (U == 8) {
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(p));
+  } else {
+    static_assert(U == 4);
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(w[0]) : "l"(p));
+  }
+}
+template <int U>
+__device__ __forceinline__ void store_unit(char* p, const uint32_t* w) {
+  if constexpr (U == 16)
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
+                 : "memory");
+  else if constexpr (U == 8)
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(w[0]), "r"(w[1]) : "memory");
+  else
+    asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(w[0]) : "memory");
+}
+
+}  // namespace ampkernels::cuda

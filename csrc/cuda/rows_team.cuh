@@ -1,0 +1,133 @@
+// The lanes that share a row, and how they agree on a sum or a maximum.
+#pragma once
+
+#include "../plan/rows_plan.h"
+#include "rows_ptx.cuh"
+
+namespace ampkernels::cuda {
+
+struct TeamShape {
+  int lanes;  // per CTA and row
+  int rows_per_cta;
+  int cluster;
+  double inverse;     // 1 / cols
+  uint32_t zero = 0;  // at run time only: see Vectors::forget
+};
+inline TeamShape team_shape(const RowsPlan& plan, int64_t cols) {
+  return {plan.lanes, plan.rows_per_cta, plan.cluster, 1.0 / double(cols)};
+}
+
+// Shared memory of the reductions of a CTA: two mbarriers (clusters), then [phase][value][warp of the row's cluster].
+// Phases alternate (ping-pong): a lane that still reads one result cannot be overtaken by the writes of the next.
+inline constexpr int kTeamBarrierBytes = 16;
+inline int team_scratch_bytes(const TeamShape& shape, int64_t compute_size) {
+  const int warps = shape.lanes > 32 ? shape.lanes / 32 * shape.rows_per_cta * shape.cluster : 0;
+  return kTeamBarrierBytes + int(4 * warps * compute_size);
+}
+
+extern __shared__ __align__(16) char rows_shared[];
+
+// The lanes that share a row, and their reductions: one barrier each. kSlots: a CTA has several rows of more than a
+// warp, which takes named barriers; a kernel whose barrier ids are not constants reserves all 16, and 4 CTAs fill an
+// SM.
+template <typename C, bool kSlots = false>
+struct Team {
+  int lanes, lane, slot, cluster, rank;
+  int warps;   // of the row, over the cluster
+  int stride;  // of all rows of the CTA
+  int round = 0;
+  int at;  // of the scratch in shared memory: an offset, for which a constant costs no registers
+
+  __device__ __forceinline__ explicit Team(const TeamShape& shape, int scratch_at = 0)
+      : lanes(shape.lanes), cluster(shape.cluster), at(scratch_at) {
+    if (lanes <= 32) {  // a power of two
+      slot = int(threadIdx.x) >> (31 - __clz(lanes));
+      lane = int(threadIdx.x) & (lanes - 1);
+      warps = 1;
+    } else {
+      slot = kSlots ? int(threadIdx.x) / lanes : 0;
+      lane = int(threadIdx.x) - slot * lanes;
+      warps = (lanes >> 5) * cluster;
+    }
+    stride = kSlots ? warps * shape.rows_per_cta : warps;
+    rank = 0;
+    if (cluster > 1) {
+      rank = cluster_rank();
+      if (threadIdx.x == 0) {
+        mbarrier_init(barrier(0));
+        mbarrier_init(barrier(1));
+      }
+      __syncthreads();
+      cluster_arrive_relaxed();  // waited for before the first remote write
+    }
+  }
+
+  __device__ __forceinline__ uint64_t* barrier(int phase) const {
+    return reinterpret_cast<uint64_t*>(rows_shared + at) + phase;
+  }
+  __device__ __forceinline__ C* values() const { return reinterpret_cast<C*>(rows_shared + at + kTeamBarrierBytes); }
+
+  __device__ __forceinline__ void sync() const {
+    if (lanes <= 32)
+      __syncwarp();
+    else if constexpr (kSlots)
+      named_barrier(slot + 1, lanes);
+    else
+      __syncthreads();
+  }
+
+  template <int N, typename Op>
+  __device__ __forceinline__ void reduce(C (&v)[N], Op op, C identity) {
+    static_assert(N <= 2);
+    if (lanes >= 32) {
+      butterfly<16>(v, op);
+    } else {
+#pragma unroll 1
+      for (int o = lanes >> 1; o > 0; o >>= 1)
+#pragma unroll
+        for (int n = 0; n < N; ++n) v[n] = op(v[n], __shfl_xor_sync(0xffffffffu, v[n], o));
+    }
+    if (lanes <= 32) return;
+    const int l = lane & 31;
+    C* const base = values() + (round & 1) * 2 * stride + slot * (lanes >> 5);  // value n at base[n * stride]
+    C* const mine = base + rank * (lanes >> 5) + (lane >> 5);
+    if (cluster == 1) {
+      if (l == 0)
+#pragma unroll
+        for (int n = 0; n < N; ++n) mine[n * stride] = v[n];
+      sync();
+#pragma unroll
+      for (int n = 0; n < N; ++n) v[n] = (l & 15) < warps ? base[n * stride + (l & 15)] : identity;
+      butterfly<8>(v, op);
+    } else {
+      if (round == 0) cluster_wait();
+      uint64_t* const arrived = barrier(round & 1);
+      if (lane == 0) mbarrier_expect(arrived, warps * N * int(sizeof(C)));
+      if (l < cluster)
+#pragma unroll
+        for (int n = 0; n < N; ++n) store_remote_shared(&mine[n * stride], arrived, l, v[n]);
+      mbarrier_wait(arrived, round >> 1 & 1);
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        v[n] = identity;
+#pragma unroll 1
+        for (int i = l; i < warps; i += 32) v[n] = op(v[n], base[n * stride + i]);
+      }
+      butterfly<16>(v, op);
+    }
+    ++round;
+  }
+
+  template <int kFirst, int N, typename Op>
+  static __device__ __forceinline__ void butterfly(C (&v)[N], Op op) {
+#pragma unroll
+    for (int o = kFirst; o > 0; o /= 2)
+#pragma unroll
+      for (int n = 0; n < N; ++n) v[n] = op(v[n], __shfl_xor_sync(0xffffffffu, v[n], o));
+  }
+
+  // The first vector and the step of this lane, with K vectors per lane.
+  __device__ __forceinline__ int first(int vectors_per_lane) const { return rank * vectors_per_lane * lanes + lane; }
+};
+
+}  // namespace ampkernels::cuda
