@@ -35,6 +35,12 @@ STABLE_TORCH_LIBRARY(ampkernels, m) {
       "linear_wgrad(Tensor dpre, Tensor input, bool transposed, ScalarType acc, int chunk, ScalarType out_dtype) -> "
       "Tensor dweight");
 
+  // CPU only: linear_fwd or gated_linear_fwd with the bits of the tensor cores of `arch` (80, 90)
+  m.def(
+      "emulate_linear(Tensor input, Tensor weight, Tensor? bias, int activation, bool gated, ScalarType acc, int "
+      "chunk, "
+      "ScalarType out_dtype, int arch) -> Tensor output");
+
   m.def(
       "softmax_fwd(Tensor input, int dim, float scale, Tensor? mask, bool causal, bool log, ScalarType out_dtype) -> "
       "Tensor output");
@@ -65,7 +71,7 @@ STABLE_TORCH_LIBRARY(ampkernels, m) {
 }
 
 // `import ampkernels._C` runs the registrations above; the module itself is empty.
-extern "C" PyObject* PyInit__C(void) {
+PyMODINIT_FUNC PyInit__C(void) {
   static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&module);
 }

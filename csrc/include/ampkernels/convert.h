@@ -48,10 +48,15 @@ struct dtype_of<double> {
   static constexpr DType value = DType::kFloat64;
 };
 
-// ------------------------------------------------------------------------------------------------------ widening, exact
+// ------------------------------------------------------------------------------------------------------ widening,
+// exact
 
-AK_HOST_DEVICE float to_float(float v) { return v; }
-AK_HOST_DEVICE float to_float(bfloat16_t v) { return bit_cast<float>(uint32_t(v.bits) << 16); }
+AK_HOST_DEVICE float to_float(float v) {
+  return v;
+}
+AK_HOST_DEVICE float to_float(bfloat16_t v) {
+  return bit_cast<float>(uint32_t(v.bits) << 16);
+}
 AK_HOST_DEVICE float to_float(half_t v) {
 #if defined(__CUDA_ARCH__)
   return __half2float(__ushort_as_half(v.bits));
@@ -64,7 +69,9 @@ AK_HOST_DEVICE float to_float(half_t v) {
   return bit_cast<float>(special | (uint32_t(v.bits & 0x8000u) << 16));
 #endif
 }
-AK_HOST_DEVICE double to_double(double v) { return v; }
+AK_HOST_DEVICE double to_double(double v) {
+  return v;
+}
 template <typename T>
 AK_HOST_DEVICE double to_double(T v) {
   return double(to_float(v));
@@ -90,7 +97,8 @@ AK_HOST_DEVICE compute_t<T> widen(T v) {
     return to_float(v);
 }
 
-// ------------------------------------------------------------------------- rounding: to nearest, ties to even, NaN quiet
+// ------------------------------------------------------------------------- rounding: to nearest, ties to even, NaN
+// quiet
 
 AK_HOST_DEVICE bfloat16_t round_to_bfloat16(float v) {
 #if defined(__CUDA_ARCH__)
@@ -98,7 +106,8 @@ AK_HOST_DEVICE bfloat16_t round_to_bfloat16(float v) {
 #else
   const uint32_t u = bit_cast<uint32_t>(v);
   const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-  return bfloat16_t{uint16_t((u & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : rounded)};  // NaN: 0x7fff, as the GPU writes it
+  return bfloat16_t{
+      uint16_t((u & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : rounded)};  // NaN: 0x7fff, as the GPU writes it
 #endif
 }
 
@@ -157,7 +166,8 @@ AK_HOST_DEVICE T round_to(double v) {
     return round_to<T>(round_to_odd(v));
 }
 
-// ---------------------------------------------------------------------- element access by a run-time dtype (uniform branch)
+// ---------------------------------------------------------------------- element access by a run-time dtype (uniform
+// branch)
 
 // compute type C (float or double) from element `i` of an array of `dtype`.
 template <typename C>

@@ -10,8 +10,8 @@
 namespace ampkernels {
 
 // Where each row of a strided tensor starts: row r, written in the mixed radix `size` (last dimension fastest), starts
-// at sum(index[i] * stride[i]). The binding has already merged the dimensions that can be merged, so a contiguous tensor
-// has ndim == 1. A stride of 0 is an expanded dimension.
+// at sum(index[i] * stride[i]). The binding has already merged the dimensions that can be merged, so a contiguous
+// tensor has ndim == 1. A stride of 0 is an expanded dimension.
 struct RowMap {
   static constexpr int kMaxDims = 8;
   int32_t ndim = 1;
@@ -141,8 +141,9 @@ struct GemmOperand {
 };
 
 enum class EpilogueKind : int32_t {
-  kLinear = 0,   // d = act(acc + bias)                         optional: pre = acc + bias
-  kGated = 1,    // d = act(gate) * up, gate = acc + bias of row f of B, up of row F + f, F = n / 2;  optional: pre (M, 2F)
+  kLinear = 0,  // d = act(acc + bias)                         optional: pre = acc + bias
+  kGated =
+      1,  // d = act(gate) * up, gate = acc + bias of row f of B, up of row F + f, F = n / 2;  optional: pre (M, 2F)
   kActGrad = 2,  // d = acc * act'(saved)                       optional: act_out = act(saved), for mlp's dW2
 };
 

@@ -1,0 +1,238 @@
+"""The private operators `torch.ops.ampkernels.*`: one typed caller and one fake kernel each.
+
+A function below is three things at once: the signature of the operator (as in csrc/binding/schema.cpp), its fake kernel
+(shapes, dtypes and strides without data, for `torch.compile`), and, after `@_operator` has replaced it, the operator's
+`OpOverload` itself: calling it costs nothing on top of torch's dispatch.
+
+Outputs that were not asked for are empty tensors of shape (0,). Arguments are not checked here: `functional.py` does.
+The operators have no autograd; the public way to them is `functional.py`, through `autograd/`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch  # before _C: the extension resolves its symbols against torch's libraries
+from torch import Tensor
+
+_load_error: ImportError | None = None
+try:
+    importlib.import_module("ampkernels._C")  # registers the operators; by name, as type checkers may not find it
+except ImportError as error:
+    _load_error = error
+
+ACTIVATION_NUMBERS: dict[str | None, int] = {  # ampkernels::Activation in csrc/include/ampkernels/types.h
+    None: 0,
+    "relu": 1,
+    "gelu": 2,
+    "gelu_tanh": 3,
+    "silu": 4,
+    "sigmoid": 5,
+    "tanh": 6,
+    "quick_gelu": 7,
+    "relu2": 8,
+}
+ACTIVATIONS: tuple[str | None, ...] = tuple(ACTIVATION_NUMBERS)
+NONE, RELU = ACTIVATION_NUMBERS[None], ACTIVATION_NUMBERS["relu"]
+
+_Signature = TypeVar("_Signature", bound=Callable[..., Any])
+
+
+def _operator(fake: _Signature) -> _Signature:
+    """The operator named like `fake`, with `fake` registered as its fake kernel."""
+    name = fake.__name__
+    if _load_error is not None:
+        return _missing(name)  # type: ignore[return-value]
+    torch.library.register_fake(f"ampkernels::{name}", fake)
+    return getattr(torch.ops.ampkernels, name).default  # type: ignore[no-any-return]
+
+
+def _missing(name: str) -> Callable[..., Any]:
+    def raise_import_error(*args: object, **kwargs: object) -> Any:
+        raise ImportError(
+            f"ampkernels: the operator {name!r} is not available because the compiled extension ampkernels._C did not "
+            f"load ({_load_error}). Build it with `pip install --no-build-isolation .`, or in place with "
+            "`python setup.py build_ext --inplace`, against the torch that is now running "
+            f"({torch.__version__})."
+        ) from _load_error
+
+    return raise_import_error
+
+
+def _wanted(like: Tensor, shape: torch.Size, dtype: torch.dtype | None) -> Tensor:
+    return like.new_empty((0,), dtype=torch.float32) if dtype is None else like.new_empty(shape, dtype=dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------- GEMM
+
+
+@_operator
+def linear_fwd(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: int,
+    acc: torch.dtype,
+    chunk: int,
+    out_dtype: torch.dtype,
+    save_pre: bool,
+) -> tuple[Tensor, Tensor]:
+    m, n = input.shape[0], weight.shape[0]
+    return input.new_empty((m, n), dtype=out_dtype), input.new_empty((m, n) if save_pre else (0,))
+
+
+@_operator
+def gated_linear_fwd(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: int,
+    acc: torch.dtype,
+    chunk: int,
+    out_dtype: torch.dtype,
+    save_pre: bool,
+) -> tuple[Tensor, Tensor]:
+    m, n = input.shape[0], weight.shape[0]
+    return input.new_empty((m, n // 2), dtype=out_dtype), input.new_empty((m, n) if save_pre else (0,))
+
+
+@_operator
+def linear_act_bwd(
+    dy: Tensor,
+    saved: Tensor | None,
+    activation: int,
+    saved_is_output: bool,
+    dpre_dtype: torch.dtype | None,
+    dbias_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    return _wanted(dy, dy.shape, dpre_dtype), _wanted(dy, dy.shape[1:], dbias_dtype)
+
+
+@_operator
+def gated_linear_act_bwd(
+    dy: Tensor, saved: Tensor, activation: int, dpre_dtype: torch.dtype | None, dbias_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    return _wanted(dy, saved.shape, dpre_dtype), _wanted(dy, saved.shape[1:], dbias_dtype)
+
+
+@_operator
+def linear_dgrad(
+    dpre: Tensor,
+    weight: Tensor,
+    saved: Tensor | None,
+    activation: int,
+    saved_is_output: bool,
+    want_act: bool,
+    acc: torch.dtype,
+    chunk: int,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    m, k = dpre.shape[0], weight.shape[1]
+    return dpre.new_empty((m, k), dtype=out_dtype), dpre.new_empty((m, k) if want_act else (0,))
+
+
+@_operator
+def linear_wgrad(
+    dpre: Tensor, input: Tensor, transposed: bool, acc: torch.dtype, chunk: int, out_dtype: torch.dtype
+) -> Tensor:
+    n, k = dpre.shape[1], input.shape[1]
+    return dpre.new_empty((k, n), dtype=out_dtype).t() if transposed else dpre.new_empty((n, k), dtype=out_dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+@_operator
+def softmax_fwd(
+    input: Tensor, dim: int, scale: float, mask: Tensor | None, causal: bool, log: bool, out_dtype: torch.dtype
+) -> Tensor:
+    return input.new_empty(input.shape, dtype=out_dtype)
+
+
+@_operator
+def softmax_bwd(
+    dy: Tensor, output: Tensor, dim: int, scale: float, causal: bool, log: bool, dinput_dtype: torch.dtype
+) -> Tensor:
+    return output.new_empty(output.shape, dtype=dinput_dtype)
+
+
+def _statistics(input: Tensor, ndim: int, wanted: bool) -> Tensor:
+    rows = math.prod(input.shape[: input.dim() - ndim]) if wanted else 0
+    return input.new_empty((rows,), dtype=torch.float64 if input.dtype == torch.float64 else torch.float32)
+
+
+@_operator
+def layer_norm_fwd(
+    input: Tensor,
+    ndim: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+    save_stats: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        input.new_empty(input.shape, dtype=out_dtype),
+        input.new_empty((0,), dtype=out_dtype) if residual is None else residual.new_empty(input.shape),
+        _statistics(input, ndim, save_stats),
+        _statistics(input, ndim, save_stats),
+    )
+
+
+@_operator
+def rms_norm_fwd(
+    input: Tensor,
+    ndim: int,
+    weight: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+    save_stats: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        input.new_empty(input.shape, dtype=out_dtype),
+        input.new_empty((0,), dtype=out_dtype) if residual is None else residual.new_empty(input.shape),
+        _statistics(input, ndim, save_stats),
+    )
+
+
+@_operator
+def layer_norm_bwd(
+    dy: Tensor,
+    dsum: Tensor | None,
+    saved: Tensor,
+    ndim: int,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    dinput_dtype: torch.dtype | None,
+    dweight_dtype: torch.dtype | None,
+    dbias_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = saved.shape[saved.dim() - ndim :]
+    return (
+        _wanted(saved, saved.shape, dinput_dtype),
+        _wanted(saved, shape, dweight_dtype),
+        _wanted(saved, shape, dbias_dtype),
+    )
+
+
+@_operator
+def rms_norm_bwd(
+    dy: Tensor,
+    dsum: Tensor | None,
+    saved: Tensor,
+    ndim: int,
+    rstd: Tensor,
+    weight: Tensor | None,
+    weight_offset: float,
+    dinput_dtype: torch.dtype | None,
+    dweight_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    shape = saved.shape[saved.dim() - ndim :]
+    return _wanted(saved, saved.shape, dinput_dtype), _wanted(saved, shape, dweight_dtype)

@@ -1,0 +1,88 @@
+"""The autograd Functions, one body per op and one class per device type, and the plain forward that needs no graph.
+
+The classes are the `forward(ctx, …)` kind, not `setup_context`: `custom_fwd` keeps its state on `ctx`, and this kind
+costs a third per call. `torch.func` transforms refuse it with a clear error.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+from typing import cast as cast_type
+
+import torch
+from torch import Tensor
+from torch.amp import custom_bwd, custom_fwd
+from torch.autograd.function import Function, FunctionMeta
+
+Grads = tuple[Tensor | None, ...]
+
+
+def functions(op: str, forward: Callable[..., Any], backward: Callable[..., Grads]) -> dict[str, type[Function]]:
+    """Function classes for `op` by device type: `custom_fwd` fixes the device type when it decorates."""
+
+    def build(device_type: str) -> type[Function]:
+        name = op.title().replace("_", "") + device_type.title()
+        body = {
+            "__module__": __name__,
+            "forward": staticmethod(custom_fwd(forward, device_type=device_type)),
+            "backward": staticmethod(custom_bwd(_first_order_only(op, backward), device_type=device_type)),
+        }
+        return cast_type(type[Function], FunctionMeta(name, (Function,), body))
+
+    cpu = build("cpu")
+    return {"cpu": cpu, "cuda": build("cuda"), "meta": cpu}
+
+
+def _first_order_only(op: str, backward: Callable[..., Grads]) -> Callable[..., Grads]:
+    """Gradients that raise, naming `op`, when something differentiates them.
+
+    `torch.autograd.function.once_differentiable` is not enough: where dy itself needs no grad (a plain `.sum()`), it
+    returns constants, and a gradient penalty is silently dropped.
+    """
+    message = f"{op}: double backward is not supported yet, use the torch operation where gradients are differentiated"
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *grad_outputs: Tensor | None) -> Grads:
+        with torch.no_grad():
+            grads = backward(ctx, *grad_outputs)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return grads
+        present = [grad.detach().requires_grad_() for grad in grads if grad is not None]
+        raising = iter(_RaiseOnBackward.apply(message, *present))
+        return tuple(None if grad is None else next(raising) for grad in grads)
+
+    return wrapper
+
+
+class _RaiseOnBackward(Function):
+    @staticmethod
+    def forward(ctx: Any, message: str, *grads: Tensor) -> Grads:
+        ctx.message = message
+        return tuple(grad.view_as(grad) for grad in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(ctx.message)
+
+
+def rows(tensor: Tensor) -> Tensor:
+    """(…, K) as (M, K): a view wherever strides allow. `flatten` also knows M when the tensor is empty."""
+    ndim = tensor.dim()
+    if ndim == 2:
+        return tensor
+    return tensor.flatten(0, -2) if ndim > 2 else tensor.unsqueeze(0)
+
+
+def unrows(matrix: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `rows`: (M, N) with the leading dimensions of `like`.
+
+    The result is no view in autograd's eyes (hence `.data`, of a tensor that nobody else holds): a view made inside a
+    Function refuses in-place use, as in `nn.ReLU(inplace=True)` after a layer.
+    """
+    return matrix if like.dim() == 2 else matrix.view(*like.shape[:-1], matrix.shape[1]).data
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)

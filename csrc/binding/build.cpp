@@ -1,0 +1,31 @@
+// What was compiled in, and the choice of the CPU build: the ops without tensors.
+#include <string>
+
+#include "cpu/kernels.h"
+#include "torch_api.h"
+
+#if __has_include("build_config.h")
+#include "build_config.h"  // written by setup.py: #define AMPKERNELS_BUILD_CONFIG "<json>"
+#endif
+#if !defined(AMPKERNELS_BUILD_CONFIG)
+#define AMPKERNELS_BUILD_CONFIG "{}"
+#endif
+
+namespace ampkernels::binding {
+namespace {
+
+std::string build_config() {
+  return AMPKERNELS_BUILD_CONFIG;
+}
+bool set_cpu_isa(std::string name) {
+  return cpu::set_isa(name.c_str());
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(ampkernels, CompositeExplicitAutograd, m) {
+  m.impl("build_config", TORCH_BOX(&build_config));
+  m.impl("set_cpu_isa", TORCH_BOX(&set_cpu_isa));
+}
+
+}  // namespace ampkernels::binding

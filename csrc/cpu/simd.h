@@ -1,0 +1,535 @@
+// Thirty-two lanes of fp32 or fp64, whatever the machine has: two AVX-512 registers, four AVX2 ones, eight of the
+// baseline's (and twice as many for fp64). Every kernel is written in these lanes, every fma is explicit and every
+// reduction is a fixed tree over them, so the three builds return the same bits. (Which NaN comes out of fp32 arithmetic
+// is the one exception; a NaN rounded to 16 bits is 0x7fff everywhere.)
+//
+// Thirty-two, because that is how many bf16 fill one AVX-512 register: widened as its even elements (a shift) and its odd
+// ones (a mask) they cost one instruction for each sixteen, and narrowed likewise, where element order costs two and three.
+// So the lanes of a bf16 row are in "row order": elements 0 2 4 ... 30, then 1 3 ... 31. For every other type row order
+// is element order. Buffers of the compute type that belong to a row are in its row order, and whole steps long.
+//
+// Included by kernels_<isa>.cpp only, after the standard headers and the target pragma, with AMPKERNELS_ISA defined:
+// everything lives in the ISA's own namespace, so that the linker cannot hand one build's inline function to another.
+#pragma once
+
+#if AMPKERNELS_ISA_LEVEL > 128
+#define AK_SIMD inline __attribute__((always_inline))
+#define AK_LAMBDA __attribute__((always_inline))
+#else
+#define AK_SIMD inline  // sixteen calls of fmaf where AVX-512 has an instruction: better called than inlined
+#define AK_LAMBDA
+#endif
+
+namespace ampkernels::cpu::AMPKERNELS_ISA {
+
+constexpr int kLanes = 32;
+constexpr int64_t whole_steps(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
+
+// -------------------------------------------------------------------------------------------- one register of the machine
+
+#if AMPKERNELS_ISA_LEVEL == 512
+constexpr int kRegisterBytes = 64;
+#elif AMPKERNELS_ISA_LEVEL == 256
+constexpr int kRegisterBytes = 32;
+#else
+constexpr int kRegisterBytes = 16;
+#endif
+typedef float f32r __attribute__((vector_size(kRegisterBytes)));
+typedef double f64r __attribute__((vector_size(kRegisterBytes)));
+typedef int32_t i32r __attribute__((vector_size(kRegisterBytes)));
+typedef uint32_t u32r __attribute__((vector_size(kRegisterBytes)));
+constexpr int kRegisterFloats = kRegisterBytes / 4;
+constexpr int kRegisterDoubles = kRegisterBytes / 8;
+
+// Two of V side by side: how a wider vector is made of registers.
+template <typename V>
+struct Pair {
+  V lo, hi;
+};
+
+#if AMPKERNELS_ISA_LEVEL == 512
+
+using f32x32 = Pair<f32r>;
+using f64x32 = Pair<Pair<f64r>>;
+
+AK_SIMD f32r splat_register(float v) { return _mm512_set1_ps(v); }
+AK_SIMD f64r splat_register(double v) { return _mm512_set1_pd(v); }
+AK_SIMD f32r fma(f32r a, f32r b, f32r c) { return _mm512_fmadd_ps(a, b, c); }
+AK_SIMD f64r fma(f64r a, f64r b, f64r c) { return _mm512_fmadd_pd(a, b, c); }
+AK_SIMD f32r vmax(f32r a, f32r b) { return _mm512_max_ps(a, b); }
+AK_SIMD f64r vmax(f64r a, f64r b) { return _mm512_max_pd(a, b); }
+AK_SIMD f32r vmin(f32r a, f32r b) { return _mm512_min_ps(a, b); }
+AK_SIMD Pair<f64r> widen(f32r v) {
+  return {_mm512_cvtps_pd(_mm512_castps512_ps256(v)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1))};
+}
+AK_SIMD f32r narrow(Pair<f64r> v) {
+  return _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(v.lo)), _mm512_cvtpd_ps(v.hi), 1);
+}
+// p * 2^n, rounded once even if the result is subnormal, with t = n + kRound.
+AK_SIMD f32r scale_by_power(f32r p, f32r n, f32r) { return _mm512_scalef_ps(p, n); }
+
+AK_SIMD f32r load_register(const float* p) { return _mm512_loadu_ps(p); }
+AK_SIMD f64r load_register(const double* p) { return _mm512_loadu_pd(p); }
+AK_SIMD f32r load_register(const half_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+AK_SIMD f32r load_register(const bfloat16_t* p) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
+AK_SIMD __m256i half_bits(f32r v) {
+  const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  const __m256i h = _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return _mm256_mask_mov_epi16(h, nan, _mm256_set1_epi16(0x7fff));
+}
+// Rounded to bf16 in the upper half of each lane; the lower half is rubbish.
+AK_SIMD __m512i round_to_upper_half(f32r v) {
+  const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  const __m512i u = _mm512_castps_si512(v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  return _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fff0000));
+}
+AK_SIMD void load_even_odd(f32r& even, f32r& odd, const bfloat16_t* p) {
+  const __m512i bits = _mm512_loadu_si512(p);
+  even = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+  odd = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(int32_t(0xffff0000u))));
+}
+AK_SIMD __m512i even_odd_bits(f32r even, f32r odd) {
+  return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(round_to_upper_half(even), 16), round_to_upper_half(odd));
+}
+AK_SIMD void store_even_odd(bfloat16_t* p, f32r even, f32r odd) { _mm512_storeu_si512(p, even_odd_bits(even, odd)); }
+AK_SIMD void store_register(float* p, f32r v) { _mm512_storeu_ps(p, v); }
+AK_SIMD void store_register(double* p, f64r v) { _mm512_storeu_pd(p, v); }
+AK_SIMD void store_register(half_t* p, f32r v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), half_bits(v)); }
+AK_SIMD void store_register(bfloat16_t* p, f32r v) {
+  const __m256i bits = _mm512_cvtepi32_epi16(_mm512_srli_epi32(round_to_upper_half(v), 16));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bits);
+}
+
+#elif AMPKERNELS_ISA_LEVEL == 256
+
+using f32x32 = Pair<Pair<f32r>>;
+using f64x32 = Pair<Pair<Pair<f64r>>>;
+
+AK_SIMD f32r splat_register(float v) { return _mm256_set1_ps(v); }
+AK_SIMD f64r splat_register(double v) { return _mm256_set1_pd(v); }
+AK_SIMD f32r fma(f32r a, f32r b, f32r c) { return _mm256_fmadd_ps(a, b, c); }
+AK_SIMD f64r fma(f64r a, f64r b, f64r c) { return _mm256_fmadd_pd(a, b, c); }
+AK_SIMD f32r vmax(f32r a, f32r b) { return _mm256_max_ps(a, b); }
+AK_SIMD f64r vmax(f64r a, f64r b) { return _mm256_max_pd(a, b); }
+AK_SIMD f32r vmin(f32r a, f32r b) { return _mm256_min_ps(a, b); }
+AK_SIMD Pair<f64r> widen(f32r v) {
+  return {_mm256_cvtps_pd(_mm256_castps256_ps128(v)), _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1))};
+}
+AK_SIMD f32r narrow(Pair<f64r> v) {
+  return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm256_cvtpd_ps(v.lo)), _mm256_cvtpd_ps(v.hi), 1);
+}
+
+AK_SIMD f32r load_register(const float* p) { return _mm256_loadu_ps(p); }
+AK_SIMD f64r load_register(const double* p) { return _mm256_loadu_pd(p); }
+AK_SIMD f32r load_register(const half_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+AK_SIMD f32r load_register(const bfloat16_t* p) {
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+
+AK_SIMD __m128i half_bits(f32r v) {
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+  const __m128i h = _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m128i nan16 = _mm_packs_epi32(_mm256_castsi256_si128(nan), _mm256_extracti128_si256(nan, 1));
+  return _mm_blendv_epi8(h, _mm_set1_epi16(0x7fff), nan16);
+}
+// Rounded to bf16 in the upper half of each lane; the lower half is rubbish.
+AK_SIMD __m256i round_to_upper_half(f32r v) {
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+  const __m256i u = _mm256_castps_si256(v);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fff0000), nan);
+}
+AK_SIMD void load_even_odd(f32r& even, f32r& odd, const bfloat16_t* p) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  even = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+  odd = _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(int32_t(0xffff0000u))));
+}
+AK_SIMD void store_even_odd(bfloat16_t* p, f32r even, f32r odd) {
+  const __m256i low = _mm256_srli_epi32(round_to_upper_half(even), 16);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_blend_epi16(low, round_to_upper_half(odd), 0xaa));
+}
+AK_SIMD void store_register(float* p, f32r v) { _mm256_storeu_ps(p, v); }
+AK_SIMD void store_register(double* p, f64r v) { _mm256_storeu_pd(p, v); }
+AK_SIMD void store_register(half_t* p, f32r v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), half_bits(v)); }
+AK_SIMD void store_register(bfloat16_t* p, f32r v) {
+  const __m256i low = _mm256_srli_epi32(round_to_upper_half(v), 16);
+  const __m128i bits = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bits);
+}
+
+#else
+
+using f32x32 = Pair<Pair<Pair<f32r>>>;
+using f64x32 = Pair<Pair<Pair<Pair<f64r>>>>;
+
+AK_SIMD f32r splat_register(float v) { return f32r{v, v, v, v}; }
+AK_SIMD f64r splat_register(double v) { return f64r{v, v}; }
+// Without the instruction these are calls to libm, slow and correctly rounded: the bits come first.
+AK_SIMD f32r fma(f32r a, f32r b, f32r c) {
+  return f32r{__builtin_fmaf(a[0], b[0], c[0]), __builtin_fmaf(a[1], b[1], c[1]), __builtin_fmaf(a[2], b[2], c[2]),
+              __builtin_fmaf(a[3], b[3], c[3])};
+}
+AK_SIMD f64r fma(f64r a, f64r b, f64r c) {
+  return f64r{__builtin_fma(a[0], b[0], c[0]), __builtin_fma(a[1], b[1], c[1])};
+}
+AK_SIMD f32r vmax(f32r a, f32r b) { return a > b ? a : b; }
+AK_SIMD f64r vmax(f64r a, f64r b) { return a > b ? a : b; }
+AK_SIMD f32r vmin(f32r a, f32r b) { return a < b ? a : b; }
+AK_SIMD Pair<f64r> widen(f32r v) { return {f64r{double(v[0]), double(v[1])}, f64r{double(v[2]), double(v[3])}}; }
+AK_SIMD f32r narrow(Pair<f64r> v) {
+  return f32r{float(v.lo[0]), float(v.lo[1]), float(v.hi[0]), float(v.hi[1])};
+}
+
+template <typename T>
+AK_SIMD auto load_register(const T* p) {
+  if constexpr (sizeof(T) == 8) {
+    return f64r{p[0], p[1]};
+  } else {
+    return f32r{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])};
+  }
+}
+template <typename T>
+AK_SIMD void store_register(T* p, f32r v) {
+  for (int i = 0; i < kRegisterFloats; ++i) p[i] = round_to<T>(v[i]);
+}
+AK_SIMD void store_register(double* p, f64r v) {
+  p[0] = v[0];
+  p[1] = v[1];
+}
+AK_SIMD void load_even_odd(f32r& even, f32r& odd, const bfloat16_t* p) {
+  even = f32r{to_float(p[0]), to_float(p[2]), to_float(p[4]), to_float(p[6])};
+  odd = f32r{to_float(p[1]), to_float(p[3]), to_float(p[5]), to_float(p[7])};
+}
+AK_SIMD void store_even_odd(bfloat16_t* p, f32r even, f32r odd) {
+  for (int i = 0; i < kRegisterFloats; ++i) {
+    p[2 * i] = round_to_bfloat16(even[i]);
+    p[2 * i + 1] = round_to_bfloat16(odd[i]);
+  }
+}
+
+#endif
+
+#if AMPKERNELS_ISA_LEVEL != 512
+// The same bits as scalef: of the two products only the second can round.
+AK_SIMD f32r scale_by_power(f32r p, f32r, f32r t) {
+  const i32r n = (i32r)t - int32_t(detail::kRoundBits);
+  const i32r half = n >> 1;
+  return p * (f32r)((half + 127) << 23) * (f32r)((n - half + 127) << 23);
+}
+#endif
+
+AK_SIMD f32r select_greater(f32r a, f32r b, f32r yes, f32r no) { return a > b ? yes : no; }
+AK_SIMD f64r select_greater(f64r a, f64r b, f64r yes, f64r no) { return a > b ? yes : no; }
+
+// ------------------------------------------------------------------------------------------------------ wider than one
+
+template <typename V>
+AK_SIMD Pair<V> operator+(Pair<V> a, Pair<V> b) { return {a.lo + b.lo, a.hi + b.hi}; }
+template <typename V>
+AK_SIMD Pair<V> operator-(Pair<V> a, Pair<V> b) { return {a.lo - b.lo, a.hi - b.hi}; }
+template <typename V>
+AK_SIMD Pair<V> operator*(Pair<V> a, Pair<V> b) { return {a.lo * b.lo, a.hi * b.hi}; }
+template <typename V>
+AK_SIMD Pair<V> fma(Pair<V> a, Pair<V> b, Pair<V> c) { return {fma(a.lo, b.lo, c.lo), fma(a.hi, b.hi, c.hi)}; }
+template <typename V>
+AK_SIMD Pair<V> vmax(Pair<V> a, Pair<V> b) { return {vmax(a.lo, b.lo), vmax(a.hi, b.hi)}; }
+template <typename V>
+AK_SIMD Pair<V> vmin(Pair<V> a, Pair<V> b) { return {vmin(a.lo, b.lo), vmin(a.hi, b.hi)}; }
+template <typename V>
+AK_SIMD Pair<V> scale_by_power(Pair<V> p, Pair<V> n, Pair<V> t) {
+  return {scale_by_power(p.lo, n.lo, t.lo), scale_by_power(p.hi, n.hi, t.hi)};
+}
+template <typename V>
+AK_SIMD Pair<V> select_greater(Pair<V> a, Pair<V> b, Pair<V> yes, Pair<V> no) {
+  return {select_greater(a.lo, b.lo, yes.lo, no.lo), select_greater(a.hi, b.hi, yes.hi, no.hi)};
+}
+template <typename V>
+AK_SIMD auto widen(Pair<V> v) {
+  using W = decltype(widen(v.lo));
+  return Pair<W>{widen(v.lo), widen(v.hi)};
+}
+template <typename V>
+AK_SIMD auto narrow(Pair<Pair<V>> v) {
+  using N = decltype(narrow(v.lo));
+  return Pair<N>{narrow(v.lo), narrow(v.hi)};
+}
+
+template <typename V>
+struct LanesOf;
+template <>
+struct LanesOf<f32r> {
+  static constexpr int value = kRegisterFloats;
+};
+template <>
+struct LanesOf<f64r> {
+  static constexpr int value = kRegisterDoubles;
+};
+template <typename V>
+struct LanesOf<Pair<V>> {
+  static constexpr int value = 2 * LanesOf<V>::value;
+};
+
+template <typename S>
+AK_SIMD void splat_into(f32r& v, S s) { v = splat_register(s); }
+template <typename S>
+AK_SIMD void splat_into(f64r& v, S s) { v = splat_register(s); }
+template <typename V, typename S>
+AK_SIMD void splat_into(Pair<V>& v, S s) {
+  splat_into(v.lo, s);
+  splat_into(v.hi, s);
+}
+template <typename T>
+AK_SIMD void load_into(f32r& v, const T* p) { v = load_register(p); }
+AK_SIMD void load_into(f64r& v, const double* p) { v = load_register(p); }
+template <typename V, typename T>
+AK_SIMD void load_into(Pair<V>& v, const T* p) {
+  load_into(v.lo, p);
+  load_into(v.hi, p + LanesOf<V>::value);
+}
+template <typename T>
+AK_SIMD void store_from(T* p, f32r v) { store_register(p, v); }
+AK_SIMD void store_from(double* p, f64r v) { store_register(p, v); }
+template <typename V, typename T>
+AK_SIMD void store_from(T* p, Pair<V> v) {
+  store_from(p, v.lo);
+  store_from(p + LanesOf<V>::value, v.hi);
+}
+
+// ------------------------------------------------------------------------------- the lanes of the compute type C
+
+template <typename C>
+struct VecOf;
+template <>
+struct VecOf<float> {
+  using type = f32x32;
+};
+template <>
+struct VecOf<double> {
+  using type = f64x32;
+};
+template <typename C>
+using Vec = typename VecOf<C>::type;
+
+template <typename C>
+AK_SIMD Vec<C> splat(C s) {
+  Vec<C> v;
+  splat_into(v, s);
+  return v;
+}
+
+// How many of the lanes a step over rows of T has: all of them, or the first n elements of the row's last step.
+struct All {};
+template <typename T>
+struct Some {
+  int64_t n;
+};
+
+template <typename T>
+constexpr bool kEvenOdd = std::is_same_v<T, bfloat16_t>;
+
+template <typename V>
+AK_SIMD void load_even_odd(Pair<V>& even, Pair<V>& odd, const bfloat16_t* p) {
+  load_even_odd(even.lo, odd.lo, p);
+  load_even_odd(even.hi, odd.hi, p + 2 * LanesOf<V>::value);
+}
+template <typename V>
+AK_SIMD void store_even_odd(bfloat16_t* p, Pair<V> even, Pair<V> odd) {
+  store_even_odd(p, even.lo, odd.lo);
+  store_even_odd(p + 2 * LanesOf<V>::value, even.hi, odd.hi);
+}
+
+// Asks for the cache line `ahead` elements from p, which may lie past the end of anything. The kernels ask for the next row
+// in the last pass over this one: what the hardware prefetches ends with a page, every few rows.
+template <typename T>
+AK_SIMD void prefetch_read(const T* p, int64_t ahead) {
+  __builtin_prefetch(reinterpret_cast<const void*>(uintptr_t(p) + uintptr_t(ahead) * sizeof(T)), 0);
+}
+template <typename T>
+AK_SIMD void prefetch_write(const T* p, int64_t ahead) {
+  __builtin_prefetch(reinterpret_cast<const void*>(uintptr_t(p) + uintptr_t(ahead) * sizeof(T)), 1);
+}
+
+// Elements p[0..31] in element order, exactly widened to C (fp64 to fp32 rounds: only where a caller mixes them).
+template <typename C, typename T>
+AK_SIMD Vec<C> load_elements(const T* p) {
+  if constexpr (sizeof(C) == 8 && sizeof(T) != 8) {
+    f32x32 v;
+    load_into(v, p);
+    return widen(v);
+  } else if constexpr (sizeof(C) == 4 && sizeof(T) == 8) {
+    f64x32 v;
+    load_into(v, p);
+    return narrow(v);
+  } else {
+    Vec<C> v;
+    load_into(v, p);
+    return v;
+  }
+}
+// Rounds each lane once to T.
+template <typename T>
+AK_SIMD void store_elements(T* p, f32x32 v) {
+  if constexpr (sizeof(T) == 8) {
+    store_from(p, widen(v));
+  } else {
+    store_from(p, v);
+  }
+}
+template <typename T>
+AK_SIMD void store_elements(T* p, f64x32 v) {
+  if constexpr (sizeof(T) == 8) {
+    store_from(p, v);
+  } else if constexpr (sizeof(T) == 4) {
+    store_from(p, narrow(v));
+  } else {
+    double lanes[kLanes];
+    store_from(lanes, v);
+    for (int i = 0; i < kLanes; ++i) p[i] = round_to<T>(lanes[i]);
+  }
+}
+
+// One step of a row of T in row order. The lanes past the end of the row are 0, and nothing past it is read or written.
+template <typename C, typename T>
+AK_SIMD Vec<C> load(const T* p, All) {
+  if constexpr (kEvenOdd<T>) {
+    static_assert(sizeof(C) == 4);
+    f32x32 v;
+    load_even_odd(v.lo, v.hi, p);
+    return v;
+  } else {
+    return load_elements<C>(p);
+  }
+}
+template <typename C, typename T>
+AK_SIMD Vec<C> load(const T* p, Some<T> some) {
+  T padded[kLanes] = {};
+  for (int64_t i = 0; i < some.n; ++i) padded[i] = p[i];
+  return load<C>(padded, All{});
+}
+template <typename T, typename V>
+AK_SIMD void store(T* p, V v, All) {
+  if constexpr (kEvenOdd<T>) {
+    store_even_odd(p, v.lo, v.hi);
+  } else {
+    store_elements(p, v);
+  }
+}
+template <typename T, typename V>
+AK_SIMD void store(T* p, V v, Some<T> some) {
+  T padded[kLanes];
+  store(padded, v, All{});
+  for (int64_t i = 0; i < some.n; ++i) p[i] = padded[i];
+}
+
+#if AMPKERNELS_ISA_LEVEL == 512
+template <typename T>
+AK_SIMD __mmask32 first_lanes(Some<T> some) { return __mmask32((uint64_t(1) << some.n) - 1); }
+template <>
+AK_SIMD f32x32 load<float, float>(const float* p, Some<float> some) {
+  const __mmask32 k = first_lanes(some);
+  return {_mm512_maskz_loadu_ps(__mmask16(k), p), _mm512_maskz_loadu_ps(__mmask16(k >> 16), p + 16)};
+}
+template <>
+AK_SIMD f32x32 load<float, half_t>(const half_t* p, Some<half_t> some) {
+  const __m512i bits = _mm512_maskz_loadu_epi16(first_lanes(some), p);
+  return {_mm512_cvtph_ps(_mm512_castsi512_si256(bits)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1))};
+}
+template <>
+AK_SIMD f32x32 load<float, bfloat16_t>(const bfloat16_t* p, Some<bfloat16_t> some) {
+  const __m512i bits = _mm512_maskz_loadu_epi16(first_lanes(some), p);
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)),
+          _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(int32_t(0xffff0000u))))};
+}
+AK_SIMD void store(float* p, f32x32 v, Some<float> some) {
+  const __mmask32 k = first_lanes(some);
+  _mm512_mask_storeu_ps(p, __mmask16(k), v.lo);
+  _mm512_mask_storeu_ps(p + 16, __mmask16(k >> 16), v.hi);
+}
+AK_SIMD void store(half_t* p, f32x32 v, Some<half_t> some) {
+  const __m512i bits = _mm512_inserti64x4(_mm512_castsi256_si512(half_bits(v.lo)), half_bits(v.hi), 1);
+  _mm512_mask_storeu_epi16(p, first_lanes(some), bits);
+}
+AK_SIMD void store(bfloat16_t* p, f32x32 v, Some<bfloat16_t> some) {
+  _mm512_mask_storeu_epi16(p, first_lanes(some), even_odd_bits(v.lo, v.hi));
+}
+#endif
+
+// A step of a buffer, whole even where the row ends: buffers are whole steps long.
+template <typename C>
+AK_SIMD Vec<C> load_buffer(const C* p) { return load_elements<C>(p); }
+template <typename C, typename V>
+AK_SIMD void store_buffer(C* p, V v) { store_elements(p, v); }
+
+// The lanes past the end of the row replaced by `other`.
+template <typename V>
+AK_SIMD V keep(V v, All, V) { return v; }
+template <typename V, typename T>
+AK_SIMD V keep(V v, Some<T> some, V other) {
+  using C = std::conditional_t<sizeof(V) == 8 * kLanes, double, float>;
+  alignas(64) C element[kLanes];
+  for (int i = 0; i < kLanes; ++i) element[i] = C(!kEvenOdd<T> ? i : i < kLanes / 2 ? 2 * i : 2 * i - kLanes + 1);
+  return select_greater(splat(C(some.n)), load_elements<C>(element), v, other);
+}
+
+// Sum of a step: lane i + 16 onto i, then, in fp64, i + 8, 4, 2, 1. Always this tree.
+AK_SIMD double sum_lanes(f64r v) {
+#if AMPKERNELS_ISA_LEVEL == 512
+  const __m256d quarter = _mm512_castpd512_pd256(v) + _mm512_extractf64x4_pd(v, 1);
+  const __m128d pair = _mm256_castpd256_pd128(quarter) + _mm256_extractf128_pd(quarter, 1);
+  return pair[0] + pair[1];
+#elif AMPKERNELS_ISA_LEVEL == 256
+  const __m128d pair = _mm256_castpd256_pd128(v) + _mm256_extractf128_pd(v, 1);
+  return pair[0] + pair[1];
+#else
+  return v[0] + v[1];
+#endif
+}
+template <typename V>
+AK_SIMD double sum_lanes(Pair<V> v) { return sum_lanes(v.lo + v.hi); }
+AK_SIMD double sum_step(f64x32 v) { return sum_lanes(v); }
+AK_SIMD double sum_step(f32x32 v) { return sum_lanes(widen(v.lo + v.hi)); }
+
+template <typename C>
+AK_SIMD C max_lanes(Vec<C> v) {
+  C lanes[kLanes];
+  store_from(lanes, v);
+  for (int w = kLanes / 2; w > 0; w /= 2) {
+    for (int i = 0; i < w; ++i) lanes[i] = lanes[i] > lanes[i + w] ? lanes[i] : lanes[i + w];
+  }
+  return lanes[0];
+}
+
+// exp_fp32 of math.h in all lanes, the same operations and the same bits: x = (n + r) ln 2, 2^r by polynomial.
+AK_SIMD f32x32 exp_lanes(f32x32 x) {
+  x = vmax(splat(-104.0f), vmin(splat(89.0f), x));  // NaN, a second argument, stays
+  const f32x32 t = fma(x, splat(detail::kLog2e), splat(detail::kRound));
+  const f32x32 n = t - splat(detail::kRound);
+  const f32x32 r = fma(x, splat(detail::kLog2eLow), fma(x, splat(detail::kLog2e), splat(0.0f) - n));
+  f32x32 p = fma(splat(0x1.416b52p-13f), r, splat(0x1.5f082ep-10f));
+  p = fma(p, r, splat(0x1.3b2dep-7f));
+  p = fma(p, r, splat(0x1.c6af7cp-5f));
+  p = fma(p, r, splat(0x1.ebfbdcp-3f));
+  p = fma(p, r, splat(0x1.62e43p-1f));
+  p = fma(p, r, splat(1.0f));
+  return scale_by_power(p, n, t);
+}
+AK_SIMD f64x32 exp_lanes(f64x32 x) {
+  double lanes[kLanes];
+  store_from(lanes, x);
+  for (int i = 0; i < kLanes; ++i) lanes[i] = __builtin_exp(lanes[i]);
+  return load_elements<double>(lanes);
+}
+
+}  // namespace ampkernels::cpu::AMPKERNELS_ISA

@@ -1,0 +1,183 @@
+// Softmax and log-softmax, forward and backward. A row is read from memory once and written once; between, it stays in
+// the L1 or L2 cache: the largest logit, then exp(x - max) and its sum, then the normalisation.
+// Rounding points: scale * x + mask (one fma), minus the largest (for an unmasked row one fma with the scale), exp, the
+// sum (reduce), the product with 1 / sum; backward the dot product, scale * dy - scale * dot (one fma), the product with
+// y; all in the compute type, then once to the output's dtype.
+#pragma once
+
+#include "rows.h"
+
+namespace ampkernels::cpu::AMPKERNELS_ISA {
+
+template <typename T, typename C>
+void fill_row(T* y, int64_t begin, int64_t end, C value) {
+  const T v = round_to<T>(value);
+  for (int64_t i = begin; i < end; ++i) y[i] = v;
+}
+
+// Largest scale * x of the row. Rounding is monotonic: the extreme x is enough.
+template <typename T, typename F>
+AK_SIMD compute_t<T> largest_logit(int64_t n, compute_t<T> scale, F x) {
+  using C = compute_t<T>;
+  if (scale < C(0)) {
+    const Vec<C> zero = splat(C(0));
+    return -scale * reduce_max<T>(n, [&](int64_t i, auto step) AK_LAMBDA { return zero - x(i, step); });
+  }
+  return scale * reduce_max<T>(n, x);
+}
+
+// y = softmax(scale * x), or its logarithm, over a row of T of n columns. x(i, step) loads a step. e: a buffer.
+template <typename T, typename C, typename F>
+AK_SIMD void softmax_row(F x, C max, C scale, bool log, C* e, T* y, int64_t n) {
+  const Vec<C> vscale = splat(scale), vmax_negated = splat(-max);
+  const auto logit = [&](int64_t i, auto step) AK_LAMBDA { return fma(x(i, step), vscale, vmax_negated); };
+  if (log) {
+    const double sum = reduce<T, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA {
+                         s.a = s.a + keep(exp_lanes(logit(i, step)), step, splat(C(0)));
+                       }).a;
+    const Vec<C> log_sum = splat(C(__builtin_log(sum)));
+    for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA { store(y + i, logit(i, step) - log_sum, step); });
+  } else {
+    const double sum = reduce<T, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA {
+                         const Vec<C> v = keep(exp_lanes(logit(i, step)), step, splat(C(0)));
+                         store_buffer(e + i, v);
+                         prefetch_write(y + i, n);
+                         s.a = s.a + v;
+                       }).a;
+    const Vec<C> inverse = splat(C(1.0 / sum));
+    for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA { store(y + i, load_buffer(e + i) * inverse, step); });
+  }
+}
+
+template <typename T, typename C>
+void plain_row(const T* x, C scale, bool log, C* e, T* y, int64_t n) {
+  const auto load_x = [&](int64_t i, auto step) AK_LAMBDA { return load<C>(x + i, step); };
+  const auto load_again = [&](int64_t i, auto step) AK_LAMBDA {
+    prefetch_read(x + i, n);
+    return load<C>(x + i, step);
+  };
+  softmax_row<T>(load_again, largest_logit<T>(n, scale, load_x), scale, log, e, y, n);
+}
+
+// The logits, scaled and masked, lie in z, a buffer in row order, which serves as e too.
+template <typename T, typename C>
+void masked_row(C* z, bool log, T* y, int64_t n) {
+  const auto load_z = [&](int64_t i, auto) AK_LAMBDA { return load_buffer(z + i); };
+  const C max = largest_logit<T>(n, C(1), load_z);
+  if (max != C(-INFINITY)) return softmax_row<T>(load_z, max, C(1), log, z, y, n);
+  // Nothing kept, unless what is kept is NaN.
+  const double nan = reduce<T, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA {
+                       const Vec<C> v = load_buffer(z + i), zero = splat(C(0));
+                       s.a = s.a + keep(select_greater(zero, v, zero, v), step, zero);
+                     }).a;
+  fill_row(y, 0, n, nan != nan ? C(NAN) : log ? C(-INFINITY) : C(0));
+}
+
+// Columns that a causal row keeps.
+AK_SIMD int64_t causal_columns(bool causal, int64_t row, int64_t q_len, int64_t cols) {
+  if (!causal) return cols;
+  const int64_t kept = row % q_len + 1;
+  return kept < cols ? kept : cols;
+}
+
+template <typename T>
+void softmax_fwd_typed(const SoftmaxFwdParams& p, int64_t begin, int64_t end) {
+  using C = compute_t<T>;
+  const bool masked = p.mask.data != nullptr;
+  const bool bool_mask = masked && p.mask.dtype == DType::kBool;
+  const bool additive = masked && !bool_mask;
+  RowsIn bool_rows, additive_rows;
+  if (bool_mask) bool_rows = p.mask;
+  if (additive) additive_rows = p.mask;
+  RowReader<T> x_rows(p.x, p.cols, begin, end);
+  RowReader<uint8_t> keep_rows(bool_rows, p.cols, begin, end);
+  RowReader<C> add_rows(additive_rows, p.cols, begin, end);
+  RowWriter<T> y_rows(p.y, p.cols, begin, end);
+  Scratch scratch;
+  C* e = scratch.allocate<C>(whole_steps(p.cols));
+  const C scale = C(p.scale);
+  const Vec<C> vscale = splat(scale);
+
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = x_rows.row();
+    T* y = y_rows.row();
+    const int64_t n = causal_columns(p.causal, row, p.q_len, p.cols);
+    if (!masked) {
+      plain_row(x, scale, p.log, e, y, n);
+    } else {
+      convert_elements(e, x, n);
+      if (bool_mask) {
+        const uint8_t* keeps = keep_rows.row();
+        for (int64_t i = 0; i < n; ++i) e[i] = keeps[i] ? e[i] * scale : C(-INFINITY);
+      } else {
+        const C* add = add_rows.row();
+        for_steps<C>(n, [&](int64_t i, auto step) AK_LAMBDA {
+          store_buffer(e + i, fma(load_buffer(e + i), vscale, load<C>(add + i, step)));
+        });
+      }
+      to_row_order<T>(e, n);
+      masked_row(e, p.log, y, n);
+    }
+    if (n < p.cols) fill_row(y, n, p.cols, p.log ? C(-INFINITY) : C(0));
+    y_rows.done();
+  }
+}
+
+void softmax_fwd_rows(const SoftmaxFwdParams& p, int64_t begin, int64_t end) {
+  with_row_type(p.x.dtype == DType::kFloat64, p.x.dtype, p.x.dtype == p.y.dtype,
+                [&]<typename T>() { softmax_fwd_typed<T>(p, begin, end); });
+}
+
+template <typename T, typename C>
+void softmax_bwd_row(const T* y, const T* dy, C scale, bool log, T* dx, int64_t n) {
+  const Vec<C> vscale = splat(scale);
+  if (log) {
+    const double sum = reduce<T, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA {
+                         s.a = s.a + load<C>(dy + i, step);
+                       }).a;
+    const Vec<C> negated = splat(C(-sum));
+    for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
+      prefetch_read(y + i, n);
+      prefetch_read(dy + i, n);
+      prefetch_write(dx + i, n);
+      const Vec<C> v = fma(exp_lanes(load<C>(y + i, step)), negated, load<C>(dy + i, step));
+      store(dx + i, v * vscale, step);
+    });
+  } else {
+    const double dot = reduce<T, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA {
+                         s.a = fma(load<C>(y + i, step), load<C>(dy + i, step), s.a);
+                       }).a;
+    const Vec<C> negated = splat(C(-dot) * scale);
+    for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
+      prefetch_read(y + i, n);
+      prefetch_read(dy + i, n);
+      prefetch_write(dx + i, n);
+      store(dx + i, load<C>(y + i, step) * fma(load<C>(dy + i, step), vscale, negated), step);
+    });
+  }
+}
+
+template <typename T>
+void softmax_bwd_typed(const SoftmaxBwdParams& p, int64_t begin, int64_t end) {
+  using C = compute_t<T>;
+  RowReader<T> y_rows(p.y, p.cols, begin, end);
+  RowReader<T> dy_rows(p.dy, p.cols, begin, end);
+  RowWriter<T> dx_rows(p.dx, p.cols, begin, end);
+  for (int64_t row = begin; row < end; ++row) {
+    const T* y = y_rows.row();
+    const T* dy = dy_rows.row();
+    T* dx = dx_rows.row();
+    const int64_t n = causal_columns(p.causal, row, p.q_len, p.cols);
+    softmax_bwd_row(y, dy, C(p.scale), p.log, dx, n);
+    fill_row(dx, n, p.cols, C(0));
+    dx_rows.done();
+  }
+}
+
+void softmax_bwd_rows(const SoftmaxBwdParams& p, int64_t begin, int64_t end) {
+  const bool fp64 = p.y.dtype == DType::kFloat64 || p.dy.dtype == DType::kFloat64;
+  with_row_type(fp64, p.y.dtype, p.y.dtype == p.dy.dtype && p.y.dtype == p.dx.dtype,
+                [&]<typename T>() { softmax_bwd_typed<T>(p, begin, end); });
+}
+
+}  // namespace ampkernels::cpu::AMPKERNELS_ISA

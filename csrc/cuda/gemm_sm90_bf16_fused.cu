@@ -1,0 +1,9 @@
+#include "cuda/gemm_sm90_instances.cuh"
+
+namespace ampkernels::cuda::sm90 {
+
+Kernel90 find_bf16_fused(bool mn_major_a, bool mn_major_b, EpilogueKind kind, TileSm90 tile) {
+  return find_fused_of<bfloat16_t>(mn_major_a, mn_major_b, kind, tile);
+}
+
+}  // namespace ampkernels::cuda::sm90

@@ -1,0 +1,103 @@
+// Which tile, cluster and order the Hopper GEMM uses: a pure function of the problem. Nothing here shapes a sum, except
+// `splits`, which must be 1 under a chunked policy and with fp16 accumulators.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "ampkernels/params.h"
+
+namespace ampkernels {
+
+enum class Schedule : int32_t { kCooperative = 0, kPingpong = 1 };
+enum class Share : int32_t { kNone = 0, kA = 1, kB = 2 };  // the operand that a cluster of two loads once
+
+enum class TileSm90 : int32_t { kCoop128x256 = 0, kPing128x192 = 1, kPing128x128 = 2, kCoop128x192 = 3 };
+inline constexpr int kTilesSm90 = 4;
+
+struct TileShape {
+  int m, n;
+  Schedule schedule;
+};
+constexpr TileShape tile_shape(TileSm90 tile) {
+  switch (tile) {
+    case TileSm90::kCoop128x256:
+      return {128, 256, Schedule::kCooperative};
+    case TileSm90::kPing128x192:
+      return {128, 192, Schedule::kPingpong};
+    case TileSm90::kPing128x128:
+      return {128, 128, Schedule::kPingpong};
+    case TileSm90::kCoop128x192:
+      return {128, 192, Schedule::kCooperative};
+  }
+  return {};
+}
+
+struct GemmSm90Plan {
+  TileSm90 tile = TileSm90::kCoop128x256;
+  Share share = Share::kNone;
+  int group = 8;  // tiles along one dimension whose operands a wave keeps in L2
+  bool group_along_n = false;
+  int splits = 1;  // ranges of K; 1 from the planner, until the split has been run on a device
+};
+
+// What a tile reaches and what its epilogue costs, in cycles per element of the tile: docs/gemm.md's tables, but for
+// the activations' costs, which are estimates until the present epilogue has been timed.
+struct TileCost {
+  double reached;           // share of the tensor cores' peak in the main loop
+  double plain, activated;  // epilogue of one warpgroup (ping-pong), or exposed (cooperative)
+};
+constexpr TileCost tile_cost(TileSm90 tile) {
+  switch (tile) {
+    case TileSm90::kPing128x192:
+      return {0.89, 0.35, 1.2};
+    case TileSm90::kPing128x128:
+      return {0.84, 0.35, 0.75};
+    default:
+      return {0.885, 0.05, 0.22};
+  }
+}
+
+// Cycles of one tile.
+inline double tile_cycles(TileSm90 tile, int64_t k_blocks, double activations) {
+  const TileShape shape = tile_shape(tile);
+  const TileCost cost = tile_cost(tile);
+  const double area = double(shape.m) * shape.n;
+  const double products = double(k_blocks) * area / 32 / cost.reached;
+  const double epilogue = area * (cost.plain + activations * (cost.activated - cost.plain));
+  // A ping-pong epilogue runs under the other tile's products; longer than they are, it holds both up.
+  return shape.schedule == Schedule::kPingpong ? std::max(products, (products + epilogue) / 2) : products + epilogue;
+}
+
+inline GemmSm90Plan plan_gemm_sm90(const GemmParams& p, int sms) {
+  GemmSm90Plan plan;
+  const bool gated = p.kind == EpilogueKind::kGated;
+  const int64_t n_out = gated ? p.n / 2 : p.n;
+  const auto tiles = [&](TileSm90 tile) {
+    const TileShape shape = tile_shape(tile);
+    const int64_t out_n = gated ? shape.n / 2 : shape.n;
+    return ((p.m + shape.m - 1) / shape.m) * ((n_out + out_n - 1) / out_n);
+  };
+  if (p.accumulate.dtype == DType::kFloat16) {
+    plan.tile = TileSm90::kCoop128x256;
+  } else if (p.accumulate.chunk > 0) {
+    plan.tile = TileSm90::kCoop128x192;
+  } else {
+    const bool cheap = p.activation == Activation::kNone || p.activation == Activation::kRelu;
+    const double activations = cheap ? 0 : gated ? 0.5 : 1;  // per element of the tile
+    double best = 0;
+    const int64_t k_blocks = (p.k + 63) / 64;
+    for (const TileSm90 tile : {TileSm90::kPing128x192, TileSm90::kPing128x128, TileSm90::kCoop128x256}) {
+      const int64_t waves = (tiles(tile) + sms - 1) / sms;
+      const double cost = double(waves) * tile_cycles(tile, k_blocks, activations);
+      if (best == 0 || cost < best) {
+        best = cost;
+        plan.tile = tile;
+      }
+    }
+  }
+  plan.group = 8;
+  return plan;
+}
+
+}  // namespace ampkernels

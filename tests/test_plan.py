@@ -1,0 +1,51 @@
+"""The GEMM plan: a pure function of the problem, checked without a GPU."""
+
+import pytest
+
+plan = pytest.importorskip("ampkernels._plan")
+
+SHAPES = [
+    (1, 14336, 4096),
+    (16, 4096, 14336),
+    (64, 4096, 14336),
+    (512, 3072, 768),
+    (4096, 4096, 4096),
+    (3072, 768, 16384),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("chunk", [16, 128, 512])
+def test_a_split_under_a_policy_is_one_chunk(shape, chunk):
+    p = plan.gemm_plan_dict(*shape, chunk=chunk, arch=80)
+    assert p["split"] == 1 or p["split_len"] == chunk
+    assert p["split"] * p["split_len"] >= shape[2]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("aligned", [True, False])
+def test_splits_cover_k_without_an_empty_one(shape, aligned):
+    p = plan.gemm_plan_dict(*shape, arch=80, aligned=aligned)
+    assert p["split_len"] % 16 == 0
+    assert (p["split"] - 1) * p["split_len"] < shape[2] <= p["split"] * p["split_len"]
+
+
+def test_unaligned_operands_are_packed_where_the_products_pay_for_it():
+    large = plan.gemm_plan_dict(4095, 4095, 4095, arch=80, aligned=False)
+    assert large["pack_a"] and large["pack_b"] and large["aligned"]
+    small = plan.gemm_plan_dict(1, 4095, 4095, arch=80, aligned=False)
+    assert not (small["pack_a"] or small["pack_b"] or small["aligned"])
+
+
+def test_the_wgmma_kernel_is_for_hopper_and_more_than_64_rows():
+    assert plan.gemm_plan_dict(4096, 4096, 4096, arch=90)["kernel"] == "sm90"
+    assert plan.gemm_plan_dict(64, 4096, 4096, arch=90)["kernel"] == "sm80"
+    assert plan.gemm_plan_dict(4096, 4096, 4096, arch=120)["kernel"] == "sm80"
+    assert plan.gemm_plan_dict(4096, 4096, 4096, chunk=48, arch=90)["kernel"] == "sm80"
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="unknown dtype 'int8'"):
+        plan.gemm_plan(1, 1, 1, dtype="int8")
+    with pytest.raises(ValueError, match="epilogue must be"):
+        plan.gemm_plan(1, 1, 1, epilogue="softmax")
