@@ -297,7 +297,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kRowsCtaThreads)
+__global__ void __launch_bounds__(kRowsStreamingThreads)
     norm_fwd_streaming(const __grid_constant__ NormFwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
   constexpr int V = kVector<T>, K = kRowsVectorsPerThread;

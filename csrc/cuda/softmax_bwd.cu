@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kRowsCtaThreads)
+__global__ void __launch_bounds__(kRowsStreamingThreads)
     softmax_bwd_streaming(const __grid_constant__ SoftmaxBwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
   constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
