@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from . import reference
+from . import functional, reference
 from ._ops import ACTIVATIONS
 from .accumulate import Accumulate
 from .nn import FusedLayerNorm, FusedLinear, FusedRMSNorm, FusedSoftmax
@@ -37,10 +37,23 @@ _FUSED: dict[type[nn.Module], tuple[type[nn.Module], dict[str, Any]]] = {
     nn.Softmax: (FusedSoftmax, {"scale": 1.0, "causal": False, "out_dtype": None}),
 }
 
-# Where a fused module keeps what `unfuse` needs: (its class before, the attributes added).
+# Where a fused module keeps what `unfuse` needs: its class before, the attributes that were replaced, those added.
 _BEFORE = "_ampkernels_before"
 
-_KINDS: tuple[type[nn.Module], ...] = tuple(_FUSED)
+
+class FusedConv1D(nn.Module):
+    """transformers' ``Conv1D`` (GPT-2): a linear whose weight is (in, out), read as it lies."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+    activation: str | None = None
+    accumulate: Accumulate | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight.t(), self.bias, activation=self.activation, accumulate=self.accumulate)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, {self.weight.shape[1]}, activation={self.activation!r}"
 
 
 class AbsorbedActivation(nn.Module):
@@ -112,7 +125,8 @@ def fuse(
 ) -> FusionReport:
     """Replaces the modules of ``model`` that ampkernels has kernels for, in place.
 
-    ``nn.Linear``, ``nn.LayerNorm``, ``nn.RMSNorm`` and ``nn.Softmax`` become their fused subclasses; a linear whose
+    ``nn.Linear``, ``nn.LayerNorm``, ``nn.RMSNorm`` and ``nn.Softmax`` become their fused subclasses; so do transformers'
+    ``Conv1D`` and its RMSNorms of the usual formula (which round once more than ours: before the weight). A linear whose
     output goes to an activation module and nowhere else computes the activation, too. Everything else is untouched.
     Idempotent; undone by :func:`unfuse`.
 
@@ -136,7 +150,7 @@ def fuse(
     report = FusionReport()
     chosen: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
-        if not isinstance(module, _KINDS) or hasattr(module, _BEFORE):
+        if hasattr(module, _BEFORE) or _replacement(module) is None:
             continue
         reason = _reason_to_leave(module)
         if include is not None and not included(name, module):
@@ -150,11 +164,11 @@ def fuse(
 
     absorbed = _find_activations(model, chosen)
     for module, name in chosen.items():
-        before = type(module)
-        after, attributes = _FUSED[next(base for base in _FUSED if isinstance(module, base))]
-        attributes = dict(attributes)
+        before, replacement = type(module), _replacement(module)
+        assert replacement is not None
+        after, attributes = replacement[0], dict(replacement[1])
         note = ""
-        if after is FusedLinear:
+        if "activation" in attributes:
             attributes["accumulate"] = policy
             if module in absorbed:
                 act_name, act, attributes["activation"] = absorbed[module]
@@ -171,14 +185,19 @@ def unfuse(model: nn.Module) -> None:
         raise TypeError(f"unfuse: model must be an nn.Module, got {type(model).__name__}")
     for module in model.modules():
         if hasattr(module, _BEFORE):
-            before, attributes = vars(module).pop(_BEFORE)
-            for attribute in attributes:
+            before, replaced, added = vars(module).pop(_BEFORE)
+            for attribute in added:
                 vars(module).pop(attribute, None)
+            vars(module).update(replaced)
             module.__class__ = before
 
 
 def _swap(module: nn.Module, after: type[nn.Module], attributes: dict[str, Any]) -> None:
-    vars(module)[_BEFORE] = (type(module), tuple(attributes))
+    vars(module)[_BEFORE] = (
+        type(module),
+        {name: vars(module)[name] for name in attributes if name in vars(module)},
+        tuple(attributes),
+    )
     vars(module).update(attributes)
     module.__class__ = after
 
@@ -202,13 +221,54 @@ def _test(selector: Selector, argument: str) -> Callable[[str, nn.Module], bool]
     )
 
 
-def _reason_to_leave(module: nn.Module) -> str | None:
-    """Why a module that is one of the four kinds must stay as it is; None if it can be replaced."""
-    base = next(base for base in _FUSED if isinstance(module, base))
+def _replacement(module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]] | None:
+    """The class that a module would become, and the attributes that it would gain."""
+    for base, fused in _FUSED.items():
+        if isinstance(module, base):
+            return fused
     cls = type(module)
-    if isinstance(module, _FUSED[base][0]):
+    if f"{cls.__module__}.{cls.__qualname__}" == "transformers.pytorch_utils.Conv1D":
+        return FusedConv1D, {"activation": None, "accumulate": None}
+    if cls.__module__.startswith("transformers.") and cls.__name__.endswith("RMSNorm"):
+        attributes = _rms_norm(module)
+        return None if attributes is None else (FusedRMSNorm, attributes)
+    return None
+
+
+def _rms_norm(module: Any) -> dict[str, Any] | None:
+    """The attributes that make a FusedRMSNorm of a module of another library, judged by its values; None if none do."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight = getattr(module, "weight", None)
+    if not isinstance(eps, float) or not isinstance(weight, nn.Parameter) or weight.dim() != 1 or weight.is_meta:
+        return None
+    x = torch.linspace(-2.0, 3.0, 2 * weight.numel(), device=weight.device).view(2, -1)
+    try:
+        with torch.no_grad():
+            values = module(x).double()
+    except Exception:  # not a function of one tensor
+        return None
+    for offset in (0.0, 1.0):
+        expected = reference.rms_norm(x, weight.numel(), weight.detach(), eps, weight_offset=offset)
+        if torch.allclose(values, expected, rtol=2 * torch.finfo(weight.dtype).eps, atol=1e-5):
+            shape = (weight.numel(),)
+            return {
+                "normalized_shape": shape, "eps": eps, "elementwise_affine": True, "weight_offset": offset,
+                "out_dtype": None,
+            }  # fmt: skip
+    return None
+
+
+def _reason_to_leave(module: nn.Module) -> str | None:
+    """Why a module that has a replacement must stay as it is all the same; None if it can be replaced."""
+    base = next((base for base in _FUSED if isinstance(module, base)), None)
+    cls = type(module)
+    if base is not None and isinstance(module, _FUSED[base][0]):
         return "is one of ours already"
-    if cls is not base and not _SAME_AS_TORCH.get(f"{cls.__module__}.{cls.__qualname__}", lambda _: False)(module):
+    if (
+        base is not None
+        and cls is not base
+        and not _SAME_AS_TORCH.get(f"{cls.__module__}.{cls.__qualname__}", lambda _: False)(module)
+    ):
         if cls.forward is not base.forward:
             return f"subclass of nn.{base.__name__} with its own forward"
         return f"subclass of nn.{base.__name__}: its own code may rely on its class"
@@ -231,13 +291,13 @@ _SAME_AS_TORCH: dict[str, Callable[[Any], bool]] = {
 # ------------------------------------------------------------------------------------------------ linear -> activation
 
 
-def _find_activations(model: nn.Module, linears: dict[nn.Module, str]) -> dict[nn.Module, tuple[str, nn.Module, str]]:
+def _find_activations(model: nn.Module, chosen: dict[nn.Module, str]) -> dict[nn.Module, tuple[str, nn.Module, str]]:
     """{linear: (name of the activation module, the module, its activation)} for every pair that can be one call."""
     seen = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     found: dict[nn.Module, tuple[str, nn.Module, str]] = {}
     for name, parent in model.named_modules():
         children = dict(parent.named_children())
-        if not any(child in linears and isinstance(child, nn.Linear) for child in children.values()):
+        if not any(child in chosen for child in children.values()):
             continue
         activations = {
             child: (n, kind)
@@ -247,7 +307,7 @@ def _find_activations(model: nn.Module, linears: dict[nn.Module, str]) -> dict[n
         if not activations:
             continue
         for linear, act in _chained(parent):
-            if linear in linears and act in activations and seen[linear] == 1 and not _has_hooks(linear):
+            if linear in chosen and act in activations and seen[linear] == 1 and not _has_hooks(linear):
                 child_name, kind = activations[act]
                 found[linear] = (f"{name}.{child_name}".lstrip("."), act, kind)
     return found
@@ -281,7 +341,7 @@ def _chained(parent: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
         user = next(iter(node.users))
         if user.op == "call_module" and calls[user.target] == 1 and user.args == (node,) and not user.kwargs:
             linear, act = parent.get_submodule(str(node.target)), parent.get_submodule(str(user.target))
-            if isinstance(linear, nn.Linear):
+            if "activation" in (_replacement(linear) or ((), ()))[1]:
                 yield linear, act
 
 

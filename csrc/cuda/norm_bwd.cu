@@ -430,7 +430,8 @@ auto resident_kernel(const NormBwdParams& p, const RowsPlan& plan) {
   const auto mine = [](const auto& m) { return aligned_rows(m) && m.dtype == dtype_of<T>::value; };
   const bool aligned = plan.stages > 1 && p.cols % plan.vector == 0 && mine(p.s) && aligned_rows(p.dy) &&
                        p.dy.dtype == dtype_of<D>::value && (!p.dx.data || mine(p.dx)) && (!p.dsum.data || mine(p.dsum));
-  if (aligned) return p.rms ? norm_bwd_resident<T, D, true, true> : norm_bwd_resident<T, D, false, true>;
+  if constexpr (sizeof(T) < 8)
+    if (aligned) return p.rms ? norm_bwd_resident<T, D, true, true> : norm_bwd_resident<T, D, false, true>;
   return p.rms ? norm_bwd_resident<T, D, true, false> : norm_bwd_resident<T, D, false, false>;
 }
 

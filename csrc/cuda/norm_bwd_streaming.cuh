@@ -27,7 +27,7 @@ __device__ __forceinline__ void add_vector(const RowsIn& m, const char* row, int
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kRowsCtaThreads)
+__global__ void __launch_bounds__(kRowsStreamingThreads)
     norm_bwd_streaming_dx(const __grid_constant__ NormBwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
   constexpr int V = kVector<T>, kFar = 1 << 24;

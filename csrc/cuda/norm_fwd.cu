@@ -297,7 +297,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kRowsCtaThreads)
+__global__ void __launch_bounds__(kRowsStreamingThreads)
     norm_fwd_streaming(const __grid_constant__ NormFwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
   constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
@@ -407,12 +407,16 @@ Status launch_norm_fwd(const NormFwdParams& p, cudaStream_t stream) {
         const auto launch = [&](auto kernel) {
           return launch_rows(kernel, device->arch, ctas, plan.cta_threads(), plan.cluster, scratch, stream, p, shape);
         };
-        if (!plain<T>(p)) return launch(p.rms ? norm_fwd_resident<T, true> : norm_fwd_resident<T, false>);
-        using P = Paired<T>;
-        const bool same = p.y.dtype == dtype_of<T>::value;
-        if (aligned(p, plan.vector))
-          return same ? launch(plain_kernel<T, T, true>(p)) : launch(plain_kernel<T, P, true>(p));
-        return same ? launch(plain_kernel<T, T, false>(p)) : launch(plain_kernel<T, P, false>(p));
+        // Instantiated for what occurs: results of the row's dtype at any alignment, fp32 results of aligned 16-bit
+        // rows.
+        if (plain<T>(p)) {
+          const bool on_16 = aligned(p, plan.vector);
+          if (p.y.dtype == dtype_of<T>::value)
+            return launch(on_16 ? plain_kernel<T, T, true>(p) : plain_kernel<T, T, false>(p));
+          if constexpr (sizeof(T) == 2)
+            if (on_16) return launch(plain_kernel<T, float, true>(p));
+        }
+        return launch(p.rms ? norm_fwd_resident<T, true> : norm_fwd_resident<T, false>);
       }
     return launch_rows(norm_fwd_streaming<T>, device->arch, ctas, plan.cta_threads(), 1, scratch, stream, p, shape);
   });

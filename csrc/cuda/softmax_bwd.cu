@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kRowsCtaThreads)
+__global__ void __launch_bounds__(kRowsStreamingThreads)
     softmax_bwd_streaming(const __grid_constant__ SoftmaxBwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
   constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
@@ -288,15 +288,17 @@ Status launch_softmax_bwd(const SoftmaxBwdParams& p, cudaStream_t stream) {
           return launch_rows(kernel, device->arch, ctas, plan.cta_threads(), plan.cluster, scratch, stream, p, shape);
         };
         if (unit_stride_rows(p.y) && unit_stride_rows(p.dy) && unit_stride_rows(p.dx)) {
-          using P = Paired<T>;
-          const bool aligned =
-              p.cols % plan.vector == 0 && aligned_rows(p.y) && aligned_rows(p.dy) && aligned_rows(p.dx);
-          const auto pick = [&]<typename O>() {
-            if (p.log) return aligned ? softmax_bwd_plain<T, O, true, true> : softmax_bwd_plain<T, O, true, false>;
-            return aligned ? softmax_bwd_plain<T, O, false, true> : softmax_bwd_plain<T, O, false, false>;
-          };
-          if (p.dx.dtype == dtype_of<T>::value) return launch(pick.template operator()<T>());
-          if (p.dx.dtype == dtype_of<P>::value) return launch(pick.template operator()<P>());
+          // Instantiated for what occurs: results of the row's dtype at any alignment, and those of autocast.
+          const bool on_16 = p.cols % plan.vector == 0 && aligned_rows(p.y) && aligned_rows(p.dy) && aligned_rows(p.dx);
+          if (p.dx.dtype == dtype_of<T>::value) {
+            if (on_16)
+              return launch(p.log ? softmax_bwd_plain<T, T, true, true> : softmax_bwd_plain<T, T, false, true>);
+            return launch(p.log ? softmax_bwd_plain<T, T, true, false> : softmax_bwd_plain<T, T, false, false>);
+          }
+          if constexpr (sizeof(T) == 4)
+            if (p.dx.dtype == DType::kBFloat16 && on_16)
+              return launch(p.log ? softmax_bwd_plain<T, bfloat16_t, true, true>
+                                  : softmax_bwd_plain<T, bfloat16_t, false, true>);
         }
         return launch(softmax_bwd_resident<T>);
       }

@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
 
 // Also fp64 rows of any length. A missing mask is a mask that keeps everything: the same bits.
 template <typename T>
-__global__ void __launch_bounds__(kRowsCtaThreads)
+__global__ void __launch_bounds__(kRowsStreamingThreads)
     softmax_fwd_streaming(const __grid_constant__ SoftmaxFwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
   constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
@@ -426,16 +426,19 @@ Status launch_softmax_fwd(const SoftmaxFwdParams& p, cudaStream_t stream) {
       return launch_rows(softmax_fwd_columns<T>, device->arch, ctas, plan.cta_threads(), 1, 0, stream, p, plan.lanes);
     if constexpr (sizeof(T) < 8) {
       if (plan.tier != RowsTier::kStreaming && !masked && unit_stride_rows(p.x) && unit_stride_rows(p.y)) {
-        const auto launch = [&]<typename O>() {
-          const auto go = [&](auto kernel) {
-            return launch_rows(kernel, device->arch, ctas, plan.cta_threads(), plan.cluster, scratch, stream, p, shape);
-          };
-          if (p.cols % plan.vector == 0 && aligned_rows(p.x) && aligned_rows(p.y))
-            return go(p.log ? softmax_fwd_plain<T, O, true, true> : softmax_fwd_plain<T, O, false, true>);
-          return go(p.log ? softmax_fwd_plain<T, O, true, false> : softmax_fwd_plain<T, O, false, false>);
+        // Instantiated for what occurs: results of the row's dtype at any alignment, fp32 results of aligned 16-bit
+        // rows.
+        const auto launch = [&](auto kernel) {
+          return launch_rows(kernel, device->arch, ctas, plan.cta_threads(), plan.cluster, scratch, stream, p, shape);
         };
-        if (p.y.dtype == dtype_of<T>::value) return launch.template operator()<T>();
-        if (p.y.dtype == dtype_of<Paired<T>>::value) return launch.template operator()<Paired<T>>();
+        const bool on_16 = p.cols % plan.vector == 0 && aligned_rows(p.x) && aligned_rows(p.y);
+        if (p.y.dtype == dtype_of<T>::value) {
+          if (on_16) return launch(p.log ? softmax_fwd_plain<T, T, true, true> : softmax_fwd_plain<T, T, false, true>);
+          return launch(p.log ? softmax_fwd_plain<T, T, true, false> : softmax_fwd_plain<T, T, false, false>);
+        }
+        if constexpr (sizeof(T) == 2)
+          if (p.y.dtype == DType::kFloat32 && on_16)
+            return launch(p.log ? softmax_fwd_plain<T, float, true, true> : softmax_fwd_plain<T, float, false, true>);
       }
       if (plan.tier != RowsTier::kStreaming)
         return launch_rows(masked ? softmax_fwd_resident<T, true> : softmax_fwd_resident<T, false>, device->arch, ctas,

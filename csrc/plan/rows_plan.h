@@ -72,10 +72,11 @@ constexpr DType rows_paired_dtype(DType dtype) {
   return dtype == DType::kFloat32 ? DType::kBFloat16 : DType::kFloat32;
 }
 
-constexpr int kRowsCtaThreads = 512;       // the most threads of a CTA that share a row
-constexpr int kRowsSmallCtaThreads = 128;  // the CTA of the warp tiers
-constexpr int kRowsMaxCluster = 16;        // 8 is portable; 16 is allowed by opt-in on 9.0 and 10.0
-constexpr int kColumnsPerThread = 32;      // columns tier: values one thread holds
+constexpr int kRowsCtaThreads = 512;        // the most threads of a CTA that share a row
+constexpr int kRowsStreamingThreads = 256;  // the CTA of the streaming tier, which may have twice the registers
+constexpr int kRowsSmallCtaThreads = 128;   // the CTA of the warp tiers
+constexpr int kRowsMaxCluster = 16;         // 8 is portable; 16 is allowed by opt-in on 9.0 and 10.0
+constexpr int kColumnsPerThread = 32;       // columns tier: values one thread holds
 constexpr int kColumnsMaxWarps = 16;
 
 // arch: 80, 86, 90, ... Shared memory that one CTA may have, in bytes.
@@ -132,7 +133,7 @@ inline RowsPlan plan_rows(RowsOp op, int64_t cols, DType dtype, DType other, Row
   if ((op == RowsOp::kSoftmaxBwd && other != dtype) ||
       (op == RowsOp::kNormBwd && other != dtype && other != rows_paired_dtype(dtype))) {
     plan.tier = RowsTier::kStreaming;
-    plan.lanes = max_threads;
+    plan.lanes = kRowsStreamingThreads;
     plan.reason = "the two rows differ in dtype";
   } else if (needed <= 32) {
     int lanes = 1;
@@ -155,15 +156,15 @@ inline RowsPlan plan_rows(RowsOp op, int64_t cols, DType dtype, DType other, Row
     plan.reason = "the row fits the CTAs of one cluster";
   } else {
     plan.tier = RowsTier::kStreaming;
-    plan.lanes = max_threads;
+    plan.lanes = kRowsStreamingThreads;
     plan.reason =
         arch >= 90 ? "longer than a cluster holds" : "longer than a CTA holds, and no clusters on this architecture";
   }
 
   if (size == 8 && op != RowsOp::kNormBwd) {  // small teams too, but no tier of its own: fp64 is for checking
-    if (plan.tier == RowsTier::kCluster) {
+    if (plan.lanes > kRowsStreamingThreads || plan.tier == RowsTier::kCluster) {
       plan.cluster = 1;
-      plan.lanes = max_threads;
+      plan.lanes = kRowsStreamingThreads;
     }
     plan.tier = RowsTier::kStreaming;
     plan.reason = "fp64 rows are read again for each pass";
