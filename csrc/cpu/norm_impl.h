@@ -1,23 +1,22 @@
-// LayerNorm and RMSNorm, forward and backward. A row is read from memory once: its sum while it is widened into an
-// L1-resident buffer, then the sums of (s - mean) and of its square, then the normalisation.
-// Statistics are exact two-pass. The mean's own rounding is carried along as the sum of s - mean, so that rows whose
-// mean is far larger than their deviation lose nothing; rows whose squares overflow or vanish are scaled by a power of
-// two. Rounding points: s = x + residual, s - mean, h = (s - mean) * rstd (one fma), h * weight + bias (one fma), all
-// in the compute type; per-row scalars in fp64; then once to the output's dtype.
+// LayerNorm and RMSNorm, forward and backward. A row is read from memory once and from the cache after that: its sum,
+// then the sums of s - mean and of its square, then the normalisation. Statistics are exact two-pass. The mean's own
+// rounding is carried along as the sum of s - mean, so that rows whose mean is far larger than their deviation lose
+// nothing; rows whose squares overflow or vanish are scaled by a power of two. Rounding points: s = x + residual, s -
+// mean, h = (s - mean) * rstd (one fma), h * weight + bias (one fma), all in the compute type; per-row scalars in fp64;
+// then once to the output's dtype.
 #pragma once
 
 #include "rows.h"
 
 namespace ampkernels::cpu::AMPKERNELS_ISA {
 
-// Of a row in its buffer, which holds the row times `scale`, a power of two and 1 almost always. The buffer's mean is
-// center + correction: together they hold more than one number of the compute type could.
+// The row's mean is center + correction: together they hold more than one number of the compute type could.
 template <typename C>
 struct RowStatistics {
   C center;
   double correction;
   double rstd;
-  double scale;
+  bool in_range;  // the sums of squares neither overflowed nor vanished
 };
 
 // The first sum of a row, taken while it is loaded: of s for layer_norm, of s^2 for rms_norm.
@@ -28,6 +27,31 @@ AK_SIMD V first_term(V v, V sum) {
   } else {
     return sum + v;
   }
+}
+
+// Of the row of T that s(i, step) loads, with `sum` its sum of first_term.
+template <typename T, bool kRms, typename F>
+AK_SIMD RowStatistics<compute_t<T>> row_statistics(F s, double sum, int64_t n, double eps) {
+  using C = compute_t<T>;
+  constexpr double kTiny = sizeof(C) == 4 ? 0x1p-90 : 0x1p-960;
+  C center = C(0);
+  double correction = 0, variance;
+  if constexpr (kRms) {
+    variance = sum / double(n);
+  } else {
+    center = C(sum / double(n));
+    const Vec<C> vcenter = splat(center);
+    const Totals t = reduce<T, 2>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
+      const Vec<C> d = keep(s(i, step) - vcenter, step, splat(C(0)));
+      t.a = t.a + d;
+      t.b = fma(d, d, t.b);
+    });
+    correction = t.a / double(n);
+    variance = t.b / double(n) - correction * correction;
+    if (variance < 0) variance = 0;
+  }
+  const double total = variance + eps;
+  return {center, correction, 1.0 / __builtin_sqrt(total), total - total == 0 && total >= kTiny};
 }
 
 // Multiplies the row by the power of two that brings its largest magnitude into [0.5, 1); returns 1, and does nothing,
@@ -49,38 +73,47 @@ double scale_row(C* s, int64_t n) {
   return __builtin_ldexp(1.0, -exponent);
 }
 
-// Of the row of T in the buffer `s`, with `sum` its sum of first_term. If the squares overflow or vanish, the row is
-// scaled, in place, and everything is taken again.
+// What norm_fwd_typed's rows share.
 template <typename T, bool kRms, typename C = compute_t<T>>
-RowStatistics<C> row_statistics(C* s, double sum, int64_t n, double eps) {
-  constexpr double kTiny = sizeof(C) == 4 ? 0x1p-90 : 0x1p-960;
-  double scale = 1;
-  for (bool scaled = false;; scaled = true) {
-    C center = C(0);
-    double correction = 0, variance;
-    if constexpr (kRms) {
-      variance = sum / double(n);
-    } else {
-      center = C(sum / double(n));
-      const Vec<C> vcenter = splat(center);
-      const Totals t = reduce<T, 2>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
-        const Vec<C> d = keep(load_buffer(s + i) - vcenter, step, splat(C(0)));
-        t.a = t.a + d;
-        t.b = fma(d, d, t.b);
-      });
-      correction = t.a / double(n);
-      variance = t.b / double(n) - correction * correction;
-      if (variance < 0) variance = 0;
-    }
-    const double total = variance + eps * scale * scale;
-    const bool in_range = total - total == 0 && total >= kTiny;
-    if (!in_range && !scaled) scale = scale_row<T>(s, n);
-    if (in_range || scaled || scale == 1) return {center, correction, 1.0 / __builtin_sqrt(total), scale};
-    sum = reduce<T, 1>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
-            t.a = first_term<kRms>(keep(load_buffer(s + i), step, splat(C(0))), t.a);
-          }).a;
+struct NormRow {
+  int64_t n;
+  double eps;
+  C* buffer;
+  const C* weight;
+  const C* bias;
+  C* mean;  // null where not wanted
+  C* rstd;
+
+  // The output and the statistics of row `row`, times scale, that s(i, step) loads. Asks for the next row of x on the
+  // way.
+  template <typename F>
+  AK_SIMD void finish(F s, const RowStatistics<C>& stats, double scale, const T* x, T* y, int64_t row) const {
+    if (mean != nullptr) mean[row] = C((double(stats.center) + stats.correction) / scale);
+    if (rstd != nullptr) rstd[row] = C(stats.rstd * scale);
+    const Vec<C> vrstd = splat(C(stats.rstd)), center = splat(stats.center);
+    const Vec<C> shift = splat(C(-stats.correction * stats.rstd));
+    for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
+      prefetch_read(x + i, n);
+      prefetch_write(y + i, n);
+      if constexpr (kRms) {
+        store(y + i, s(i, step) * vrstd * load_buffer(weight + i), step);
+      } else {
+        const Vec<C> h = fma(s(i, step) - center, vrstd, shift);
+        store(y + i, fma(h, load_buffer(weight + i), load_buffer(bias + i)), step);
+      }
+    });
   }
-}
+
+  // A row that lies in the buffer, whose squares overflow or vanish: it is scaled in place, and all is taken again.
+  void finish_scaled(const T* x, T* y, int64_t row) const {
+    const auto s = [&](int64_t i, auto) AK_LAMBDA { return load_buffer(buffer + i); };
+    const double scale = scale_row<T>(buffer, n);
+    const double sum = reduce<T, 1>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
+                         t.a = first_term<kRms>(keep(s(i, step), step, splat(C(0))), t.a);
+                       }).a;
+    finish(s, row_statistics<T, kRms>(s, sum, n, eps * scale * scale), scale, x, y, row);
+  }
+};
 
 template <typename T, bool kRms>
 void norm_fwd_typed(const NormFwdParams& p, int64_t begin, int64_t end) {
@@ -90,55 +123,61 @@ void norm_fwd_typed(const NormFwdParams& p, int64_t begin, int64_t end) {
   RowReader<T> residual_rows(p.residual, n, begin, end);
   RowWriter<T> y_rows(p.y, n, begin, end);
   RowWriter<T> sum_rows(p.sum, n, begin, end);
-  Scratch s_scratch, weight_scratch, bias_scratch;
-  C* s = s_scratch.allocate<C>(whole_steps(n));
-  const C* weight = load_vector<T>(weight_scratch, p.weight, n, p.weight.data != nullptr ? p.weight_offset : 0, 1);
-  const C* bias = load_vector<T>(bias_scratch, p.bias, n, 0, -0.0);  // h * weight + -0 is h * weight, zeros' signs too
+  Scratch buffer_scratch, weight_scratch, bias_scratch;
+  C* buffer = buffer_scratch.allocate<C>(whole_steps(n));
+  const double offset = p.weight.data != nullptr ? p.weight_offset : 0;
+  const NormRow<T, kRms> norm{
+      n,
+      p.eps,
+      buffer,
+      load_vector<T>(weight_scratch, p.weight, n, offset, 1),
+      load_vector<T>(bias_scratch, p.bias, n, 0, -0.0),  // h * weight + -0 is h * weight, zeros' signs too
+      static_cast<C*>(p.mean),
+      static_cast<C*>(p.rstd)};
+  // fp16 costs more to widen again than to keep widened; a row with a residual has to be kept.
+  const bool keeps = p.residual.data != nullptr || std::is_same_v<T, half_t>;
 
   for (int64_t row = begin; row < end; ++row) {
     const T* x = x_rows.row();
-    double sum;
-    if (p.residual.data == nullptr) {
-      sum = reduce<T, 1>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
-              const Vec<C> v = load<C>(x + i, step);
-              store_buffer(s + i, v);
-              t.a = first_term<kRms>(v, t.a);
-            }).a;
-    } else {
-      const T* residual = residual_rows.row();
-      sum = reduce<T, 1>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
-              const Vec<C> v = load<C>(x + i, step) + load<C>(residual + i, step);
-              store_buffer(s + i, v);
-              t.a = first_term<kRms>(v, t.a);
-            }).a;
-    }
-    if (p.sum.data != nullptr) {
-      T* rounded = sum_rows.row();
-      for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA { store(rounded + i, load_buffer(s + i), step); });
-      sum_rows.done();
-    }
-
-    const RowStatistics<C> stats = row_statistics<T, kRms>(s, sum, n, p.eps);
-    if (p.mean != nullptr) static_cast<C*>(p.mean)[row] = C((double(stats.center) + stats.correction) / stats.scale);
-    if (p.rstd != nullptr) static_cast<C*>(p.rstd)[row] = C(stats.rstd * stats.scale);
-
+    const T* residual = p.residual.data != nullptr ? residual_rows.row() : nullptr;
     T* y = y_rows.row();
-    const Vec<C> rstd = splat(C(stats.rstd));
-    if constexpr (kRms) {
-      for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
-        prefetch_read(x + i, n);
-        prefetch_write(y + i, n);
-        store(y + i, load_buffer(s + i) * rstd * load_buffer(weight + i), step);
+    const auto load_x = [&](int64_t i, auto step) AK_LAMBDA { return load<C>(x + i, step); };
+    const auto load_kept = [&](int64_t i, auto) AK_LAMBDA { return load_buffer(buffer + i); };
+    const auto keep_row = [&](auto s) AK_LAMBDA {
+      return reduce<T, 1>(n,
+                          [&](auto& t, int64_t i, auto step) AK_LAMBDA {
+                            const Vec<C> v = s(i, step);
+                            store_buffer(buffer + i, v);
+                            t.a = first_term<kRms>(v, t.a);
+                          })
+          .a;
+    };
+    if (keeps) {
+      const double sum = residual == nullptr ? keep_row(load_x) : keep_row([&](int64_t i, auto step) AK_LAMBDA {
+        return load<C>(x + i, step) + load<C>(residual + i, step);
       });
+      if (p.sum.data != nullptr) {
+        T* rounded = sum_rows.row();
+        for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA { store(rounded + i, load_kept(i, step), step); });
+        sum_rows.done();
+      }
+      const RowStatistics<C> stats = row_statistics<T, kRms>(load_kept, sum, n, p.eps);
+      if (stats.in_range) {
+        norm.finish(load_kept, stats, 1, x, y, row);
+      } else {
+        norm.finish_scaled(x, y, row);
+      }
     } else {
-      const Vec<C> center = splat(stats.center);
-      const Vec<C> shift = splat(C(-stats.correction * stats.rstd));
-      for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
-        prefetch_read(x + i, n);
-        prefetch_write(y + i, n);
-        const Vec<C> h = fma(load_buffer(s + i) - center, rstd, shift);
-        store(y + i, fma(h, load_buffer(weight + i), load_buffer(bias + i)), step);
-      });
+      const double sum = reduce<T, 1>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
+                           t.a = first_term<kRms>(load_x(i, step), t.a);
+                         }).a;
+      const RowStatistics<C> stats = row_statistics<T, kRms>(load_x, sum, n, p.eps);
+      if (stats.in_range) {
+        norm.finish(load_x, stats, 1, x, y, row);
+      } else {
+        keep_row(load_x);
+        norm.finish_scaled(x, y, row);
+      }
     }
     y_rows.done();
   }
