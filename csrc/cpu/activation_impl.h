@@ -1,7 +1,8 @@
-// The epilogue of the GEMMs that a library computes, y = act(x + bias), and its backward, dpre = dy * act'(saved) with the
-// column sums of dpre; plain or gated. Elementwise, kStep columns at a time, which are widened into L1-resident arrays, so
-// that the activations of activation.h, written for one number, run as plain loops that the compiler vectorises.
-// Rounding points: x + bias, the activation, the gate's product, all in the compute type; then once to the output's dtype.
+// The epilogue of the GEMMs that a library computes, y = act(x + bias), and its backward, dpre = dy * act'(saved) with
+// the column sums of dpre; plain or gated. Elementwise, kStep columns at a time, which are widened into L1-resident
+// arrays, so that the activations of activation.h, written for one number, run as plain loops that the compiler
+// vectorises. Rounding points: x + bias, the activation, the gate's product, all in the compute type; then once to the
+// output's dtype.
 #pragma once
 
 #include "rows.h"
@@ -124,9 +125,8 @@ void act_bwd_typed(const ActBwdParams& p, int64_t block) {
       T* dpre_c = dpre != nullptr ? dpre + c : nullptr;
       C* sums_c = sums != nullptr ? sums + c : nullptr;
       if (saved == nullptr) {
-        for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
-          emit_gradient<C>(load<C>(dy + c + i, step), dpre_c, sums_c, i, step);
-        });
+        for_steps<T>(n, [&](int64_t i, auto step)
+                            AK_LAMBDA { emit_gradient<C>(load<C>(dy + c + i, step), dpre_c, sums_c, i, step); });
         continue;
       }
       for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {

@@ -1,5 +1,5 @@
-// Everything that is compiled for the machine's common subset: what the ISA builds use from outside. It must come before
-// their target pragmas, so that no inline function of it is ever built for more than the machine may have.
+// Everything that is compiled for the machine's common subset: what the ISA builds use from outside. It must come
+// before their target pragmas, so that no inline function of it is ever built for more than the machine may have.
 #pragma once
 
 #include <cmath>
@@ -18,7 +18,7 @@
 #endif
 
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wpsabi"  // wide vectors passed between functions that are always inlined
-#pragma GCC diagnostic ignored "-Wuninitialized"        // GCC 12's own AVX-512 header warns about itself
+#pragma GCC diagnostic ignored "-Wpsabi"          // wide vectors passed between functions that are always inlined
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own AVX-512 header warns about itself
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif

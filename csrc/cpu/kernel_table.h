@@ -36,6 +36,8 @@ constexpr int64_t sum_block_rows(int64_t rows) {
   const int64_t n = (rows + 63) / 64;
   return n < 16 ? 16 : n > 256 ? 256 : n;
 }
-constexpr int64_t sum_blocks(int64_t rows) { return (rows + sum_block_rows(rows) - 1) / sum_block_rows(rows); }
+constexpr int64_t sum_blocks(int64_t rows) {
+  return (rows + sum_block_rows(rows) - 1) / sum_block_rows(rows);
+}
 
 }  // namespace ampkernels::cpu

@@ -1,9 +1,9 @@
 // LayerNorm and RMSNorm, forward and backward. A row is read from memory once: its sum while it is widened into an
 // L1-resident buffer, then the sums of (s - mean) and of its square, then the normalisation.
-// Statistics are exact two-pass. The mean's own rounding is carried along as the sum of s - mean, so that rows whose mean
-// is far larger than their deviation lose nothing; rows whose squares overflow or vanish are scaled by a power of two.
-// Rounding points: s = x + residual, s - mean, h = (s - mean) * rstd (one fma), h * weight + bias (one fma), all in the
-// compute type; per-row scalars in fp64; then once to the output's dtype.
+// Statistics are exact two-pass. The mean's own rounding is carried along as the sum of s - mean, so that rows whose
+// mean is far larger than their deviation lose nothing; rows whose squares overflow or vanish are scaled by a power of
+// two. Rounding points: s = x + residual, s - mean, h = (s - mean) * rstd (one fma), h * weight + bias (one fma), all
+// in the compute type; per-row scalars in fp64; then once to the output's dtype.
 #pragma once
 
 #include "rows.h"
@@ -30,8 +30,8 @@ AK_SIMD V first_term(V v, V sum) {
   }
 }
 
-// Multiplies the row by the power of two that brings its largest magnitude into [0.5, 1); returns 1, and does nothing, if
-// that is 0 or infinite.
+// Multiplies the row by the power of two that brings its largest magnitude into [0.5, 1); returns 1, and does nothing,
+// if that is 0 or infinite.
 template <typename T, typename C>
 double scale_row(C* s, int64_t n) {
   const Vec<C> zero = splat(C(0));
@@ -49,8 +49,8 @@ double scale_row(C* s, int64_t n) {
   return __builtin_ldexp(1.0, -exponent);
 }
 
-// Of the row of T in the buffer `s`, with `sum` its sum of first_term. If the squares overflow or vanish, the row is scaled, in
-// place, and everything is taken again.
+// Of the row of T in the buffer `s`, with `sum` its sum of first_term. If the squares overflow or vanish, the row is
+// scaled, in place, and everything is taken again.
 template <typename T, bool kRms, typename C = compute_t<T>>
 RowStatistics<C> row_statistics(C* s, double sum, int64_t n, double eps) {
   constexpr double kTiny = sizeof(C) == 4 ? 0x1p-90 : 0x1p-960;
@@ -159,10 +159,12 @@ void norm_fwd_rows(const NormFwdParams& p, int64_t begin, int64_t end) {
 
 // ------------------------------------------------------------------------------------------------------------ backward
 
-inline bool norm_bwd_sums(const NormBwdParams& p) { return p.dweight.data != nullptr || p.dbias.data != nullptr; }
+inline bool norm_bwd_sums(const NormBwdParams& p) {
+  return p.dweight.data != nullptr || p.dbias.data != nullptr;
+}
 
-// One block of rows. A row of s and dy is read from memory once; the second pass finds it in the cache. The block's column
-// sums of dy * h and of dy go to the workspace, cols of the one and cols of the other.
+// One block of rows. A row of s and dy is read from memory once; the second pass finds it in the cache. The block's
+// column sums of dy * h and of dy go to the workspace, cols of the one and cols of the other.
 template <typename T, bool kRms>
 void norm_bwd_typed(const NormBwdParams& p, int64_t block) {
   using C = compute_t<T>;
@@ -194,11 +196,14 @@ void norm_bwd_typed(const NormBwdParams& p, int64_t block) {
     // The sums of h, g and g * h. h's own mean is what the saved mean's rounding left; it is taken off.
     double mean_h = 0, mean_g = 0, mean_gh = 0;
     if constexpr (kRms) {
-      mean_gh = reduce<T, 1>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
-                  const Vec<C> h = load<C>(s + i, step) * rstd;
-                  const Vec<C> g = load<C>(dy + i, step) * load_buffer(weight + i);
-                  t.a = fma(g, h, t.a);
-                }).a / double(n);
+      mean_gh = reduce<T, 1>(n,
+                             [&](auto& t, int64_t i, auto step) AK_LAMBDA {
+                               const Vec<C> h = load<C>(s + i, step) * rstd;
+                               const Vec<C> g = load<C>(dy + i, step) * load_buffer(weight + i);
+                               t.a = fma(g, h, t.a);
+                             })
+                    .a /
+                double(n);
     } else {
       const Totals t = reduce<T, 3>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
         const Vec<C> h = keep((load<C>(s + i, step) - center) * rstd, step, splat(C(0)));

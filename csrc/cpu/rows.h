@@ -31,11 +31,16 @@ class Scratch {
 template <typename F>
 AK_SIMD void with_dtype(DType dtype, F&& f) {
   switch (dtype) {
-    case DType::kFloat16: return f.template operator()<half_t>();
-    case DType::kBFloat16: return f.template operator()<bfloat16_t>();
-    case DType::kFloat32: return f.template operator()<float>();
-    case DType::kFloat64: return f.template operator()<double>();
-    case DType::kBool: return;
+    case DType::kFloat16:
+      return f.template operator()<half_t>();
+    case DType::kBFloat16:
+      return f.template operator()<bfloat16_t>();
+    case DType::kFloat32:
+      return f.template operator()<float>();
+    case DType::kFloat64:
+      return f.template operator()<double>();
+    case DType::kBool:
+      return;
   }
 }
 
@@ -88,7 +93,8 @@ void from_row_order(C* to, const C* buffer, int64_t n) {
   }
 }
 
-// ------------------------------------------------------------------------------------------------------------- reductions
+// -------------------------------------------------------------------------------------------------------------
+// reductions
 
 // What reduce() carries: K sums of all lanes.
 template <typename C, int K>
@@ -116,8 +122,8 @@ struct Totals {
 };
 
 // The one summation tree of a row of T: in chunks of 4096, two accumulators take the steps in turn and are added, the
-// lanes are added (sum_step), and the chunks in fp64. f(sums, i, step) adds step i's terms; terms past the end must be 0.
-// A function of n and T alone.
+// lanes are added (sum_step), and the chunks in fp64. f(sums, i, step) adds step i's terms; terms past the end must be
+// 0. A function of n and T alone.
 template <typename T, int K, typename F>
 AK_SIMD Totals reduce(int64_t n, F f) {
   using C = compute_t<T>;
@@ -163,7 +169,8 @@ AK_SIMD compute_t<T> reduce_max(int64_t n, F f) {
   return max_lanes<C>(vmax(even, odd));
 }
 
-// --------------------------------------------------------------------------------------------------------- rows in memory
+// --------------------------------------------------------------------------------------------------------- rows in
+// memory
 
 // Offsets of consecutive rows, without a division for each.
 class RowCursor {
@@ -219,10 +226,14 @@ void unpack_block(const U* from, int64_t from_stride, U* to, int64_t col_stride,
 template <typename F>
 AK_SIMD void with_element_bits(DType dtype, F&& f) {
   switch (dtype_size(dtype)) {
-    case 1: return f.template operator()<uint8_t>();
-    case 2: return f.template operator()<uint16_t>();
-    case 4: return f.template operator()<uint32_t>();
-    default: return f.template operator()<uint64_t>();
+    case 1:
+      return f.template operator()<uint8_t>();
+    case 2:
+      return f.template operator()<uint16_t>();
+    case 4:
+      return f.template operator()<uint32_t>();
+    default:
+      return f.template operator()<uint64_t>();
   }
 }
 
@@ -243,8 +254,15 @@ template <typename T>
 class RowReader {
  public:
   RowReader(const RowsIn& in, int64_t cols, int64_t begin, int64_t end)
-      : in_(in), cols_(cols), size_(dtype_size(in.dtype)), cursor_(in.rows, begin), row_(begin), end_(end),
-        packed_end_(begin), strided_(in.col_stride != 1 && cols > 1), converts_(!same_type(in.dtype)) {
+      : in_(in),
+        cols_(cols),
+        size_(dtype_size(in.dtype)),
+        cursor_(in.rows, begin),
+        row_(begin),
+        end_(end),
+        packed_end_(begin),
+        strided_(in.col_stride != 1 && cols > 1),
+        converts_(!same_type(in.dtype)) {
     if (in.data == nullptr) return;
     if (strided_) {
       stride_ = block_stride(cols, size_);
@@ -263,7 +281,8 @@ class RowReader {
     cursor_.next();
     if (!converts_) return reinterpret_cast<const T*>(data);
     if constexpr (sizeof(T) >= 4) {
-      with_dtype(in_.dtype, [&]<typename From>() { convert_elements(converted_, reinterpret_cast<const From*>(data), cols_); });
+      with_dtype(in_.dtype,
+                 [&]<typename From>() { convert_elements(converted_, reinterpret_cast<const From*>(data), cols_); });
     }
     return converted_;
   }
@@ -303,8 +322,15 @@ template <typename T>
 class RowWriter {
  public:
   RowWriter(const RowsOut& out, int64_t cols, int64_t begin, int64_t end)
-      : out_(out), cols_(cols), size_(dtype_size(out.dtype)), cursor_(out.rows, begin), row_(begin), end_(end),
-        block_end_(begin), strided_(out.col_stride != 1 && cols > 1), converts_(out.dtype != dtype_of<T>::value) {
+      : out_(out),
+        cols_(cols),
+        size_(dtype_size(out.dtype)),
+        cursor_(out.rows, begin),
+        row_(begin),
+        end_(end),
+        block_end_(begin),
+        strided_(out.col_stride != 1 && cols > 1),
+        converts_(out.dtype != dtype_of<T>::value) {
     if (out.data == nullptr) return;
     if (strided_) {
       stride_ = block_stride(cols, size_);
@@ -325,7 +351,8 @@ class RowWriter {
   void done() {
     if constexpr (sizeof(T) >= 4) {
       if (converts_) {
-        with_dtype(out_.dtype, [&]<typename To>() { convert_elements(reinterpret_cast<To*>(data_), converted_, cols_); });
+        with_dtype(out_.dtype,
+                   [&]<typename To>() { convert_elements(reinterpret_cast<To*>(data_), converted_, cols_); });
       }
     }
     ++row_;
@@ -379,15 +406,19 @@ C* load_vector(Scratch& scratch, const VectorIn& in, int64_t n, double offset, d
   return out;
 }
 
-// The type the kernel runs in: T itself where every operand has it, otherwise the compute type, with conversions around.
+// The type the kernel runs in: T itself where every operand has it, otherwise the compute type, with conversions
+// around.
 template <typename F>
 AK_SIMD void with_row_type(bool fp64, DType dtype, bool uniform, F&& f) {
   if (fp64) return f.template operator()<double>();
   if (!uniform || dtype == DType::kFloat64) return f.template operator()<float>();
   switch (dtype) {
-    case DType::kFloat16: return f.template operator()<half_t>();
-    case DType::kBFloat16: return f.template operator()<bfloat16_t>();
-    default: return f.template operator()<float>();
+    case DType::kFloat16:
+      return f.template operator()<half_t>();
+    case DType::kBFloat16:
+      return f.template operator()<bfloat16_t>();
+    default:
+      return f.template operator()<float>();
   }
 }
 

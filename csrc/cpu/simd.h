@@ -1,12 +1,13 @@
 // Thirty-two lanes of fp32 or fp64, whatever the machine has: two AVX-512 registers, four AVX2 ones, eight of the
 // baseline's (and twice as many for fp64). Every kernel is written in these lanes, every fma is explicit and every
-// reduction is a fixed tree over them, so the three builds return the same bits. (Which NaN comes out of fp32 arithmetic
-// is the one exception; a NaN rounded to 16 bits is 0x7fff everywhere.)
+// reduction is a fixed tree over them, so the three builds return the same bits. (Which NaN comes out of fp32
+// arithmetic is the one exception; a NaN rounded to 16 bits is 0x7fff everywhere.)
 //
-// Thirty-two, because that is how many bf16 fill one AVX-512 register: widened as its even elements (a shift) and its odd
-// ones (a mask) they cost one instruction for each sixteen, and narrowed likewise, where element order costs two and three.
-// So the lanes of a bf16 row are in "row order": elements 0 2 4 ... 30, then 1 3 ... 31. For every other type row order
-// is element order. Buffers of the compute type that belong to a row are in its row order, and whole steps long.
+// Thirty-two, because that is how many bf16 fill one AVX-512 register: widened as its even elements (a shift) and its
+// odd ones (a mask) they cost one instruction for each sixteen, and narrowed likewise, where element order costs two
+// and three. So the lanes of a bf16 row are in "row order": elements 0 2 4 ... 30, then 1 3 ... 31. For every other
+// type row order is element order. Buffers of the compute type that belong to a row are in its row order, and whole
+// steps long.
 //
 // Included by kernels_<isa>.cpp only, after the standard headers and the target pragma, with AMPKERNELS_ISA defined:
 // everything lives in the ISA's own namespace, so that the linker cannot hand one build's inline function to another.
@@ -23,9 +24,12 @@
 namespace ampkernels::cpu::AMPKERNELS_ISA {
 
 constexpr int kLanes = 32;
-constexpr int64_t whole_steps(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
+constexpr int64_t whole_steps(int64_t n) {
+  return (n + kLanes - 1) / kLanes * kLanes;
+}
 
-// -------------------------------------------------------------------------------------------- one register of the machine
+// -------------------------------------------------------------------------------------------- one register of the
+// machine
 
 #if AMPKERNELS_ISA_LEVEL == 512
 constexpr int kRegisterBytes = 64;
@@ -52,13 +56,27 @@ struct Pair {
 using f32x32 = Pair<f32r>;
 using f64x32 = Pair<Pair<f64r>>;
 
-AK_SIMD f32r splat_register(float v) { return _mm512_set1_ps(v); }
-AK_SIMD f64r splat_register(double v) { return _mm512_set1_pd(v); }
-AK_SIMD f32r fma(f32r a, f32r b, f32r c) { return _mm512_fmadd_ps(a, b, c); }
-AK_SIMD f64r fma(f64r a, f64r b, f64r c) { return _mm512_fmadd_pd(a, b, c); }
-AK_SIMD f32r vmax(f32r a, f32r b) { return _mm512_max_ps(a, b); }
-AK_SIMD f64r vmax(f64r a, f64r b) { return _mm512_max_pd(a, b); }
-AK_SIMD f32r vmin(f32r a, f32r b) { return _mm512_min_ps(a, b); }
+AK_SIMD f32r splat_register(float v) {
+  return _mm512_set1_ps(v);
+}
+AK_SIMD f64r splat_register(double v) {
+  return _mm512_set1_pd(v);
+}
+AK_SIMD f32r fma(f32r a, f32r b, f32r c) {
+  return _mm512_fmadd_ps(a, b, c);
+}
+AK_SIMD f64r fma(f64r a, f64r b, f64r c) {
+  return _mm512_fmadd_pd(a, b, c);
+}
+AK_SIMD f32r vmax(f32r a, f32r b) {
+  return _mm512_max_ps(a, b);
+}
+AK_SIMD f64r vmax(f64r a, f64r b) {
+  return _mm512_max_pd(a, b);
+}
+AK_SIMD f32r vmin(f32r a, f32r b) {
+  return _mm512_min_ps(a, b);
+}
 AK_SIMD Pair<f64r> widen(f32r v) {
   return {_mm512_cvtps_pd(_mm512_castps512_ps256(v)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1))};
 }
@@ -66,10 +84,16 @@ AK_SIMD f32r narrow(Pair<f64r> v) {
   return _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(v.lo)), _mm512_cvtpd_ps(v.hi), 1);
 }
 // p * 2^n, rounded once even if the result is subnormal, with t = n + kRound.
-AK_SIMD f32r scale_by_power(f32r p, f32r n, f32r) { return _mm512_scalef_ps(p, n); }
+AK_SIMD f32r scale_by_power(f32r p, f32r n, f32r) {
+  return _mm512_scalef_ps(p, n);
+}
 
-AK_SIMD f32r load_register(const float* p) { return _mm512_loadu_ps(p); }
-AK_SIMD f64r load_register(const double* p) { return _mm512_loadu_pd(p); }
+AK_SIMD f32r load_register(const float* p) {
+  return _mm512_loadu_ps(p);
+}
+AK_SIMD f64r load_register(const double* p) {
+  return _mm512_loadu_pd(p);
+}
 AK_SIMD f32r load_register(const half_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
@@ -97,12 +121,21 @@ AK_SIMD void load_even_odd(f32r& even, f32r& odd, const bfloat16_t* p) {
   odd = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(int32_t(0xffff0000u))));
 }
 AK_SIMD __m512i even_odd_bits(f32r even, f32r odd) {
-  return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(round_to_upper_half(even), 16), round_to_upper_half(odd));
+  return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(round_to_upper_half(even), 16),
+                                 round_to_upper_half(odd));
 }
-AK_SIMD void store_even_odd(bfloat16_t* p, f32r even, f32r odd) { _mm512_storeu_si512(p, even_odd_bits(even, odd)); }
-AK_SIMD void store_register(float* p, f32r v) { _mm512_storeu_ps(p, v); }
-AK_SIMD void store_register(double* p, f64r v) { _mm512_storeu_pd(p, v); }
-AK_SIMD void store_register(half_t* p, f32r v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), half_bits(v)); }
+AK_SIMD void store_even_odd(bfloat16_t* p, f32r even, f32r odd) {
+  _mm512_storeu_si512(p, even_odd_bits(even, odd));
+}
+AK_SIMD void store_register(float* p, f32r v) {
+  _mm512_storeu_ps(p, v);
+}
+AK_SIMD void store_register(double* p, f64r v) {
+  _mm512_storeu_pd(p, v);
+}
+AK_SIMD void store_register(half_t* p, f32r v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), half_bits(v));
+}
 AK_SIMD void store_register(bfloat16_t* p, f32r v) {
   const __m256i bits = _mm512_cvtepi32_epi16(_mm512_srli_epi32(round_to_upper_half(v), 16));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bits);
@@ -113,13 +146,27 @@ AK_SIMD void store_register(bfloat16_t* p, f32r v) {
 using f32x32 = Pair<Pair<f32r>>;
 using f64x32 = Pair<Pair<Pair<f64r>>>;
 
-AK_SIMD f32r splat_register(float v) { return _mm256_set1_ps(v); }
-AK_SIMD f64r splat_register(double v) { return _mm256_set1_pd(v); }
-AK_SIMD f32r fma(f32r a, f32r b, f32r c) { return _mm256_fmadd_ps(a, b, c); }
-AK_SIMD f64r fma(f64r a, f64r b, f64r c) { return _mm256_fmadd_pd(a, b, c); }
-AK_SIMD f32r vmax(f32r a, f32r b) { return _mm256_max_ps(a, b); }
-AK_SIMD f64r vmax(f64r a, f64r b) { return _mm256_max_pd(a, b); }
-AK_SIMD f32r vmin(f32r a, f32r b) { return _mm256_min_ps(a, b); }
+AK_SIMD f32r splat_register(float v) {
+  return _mm256_set1_ps(v);
+}
+AK_SIMD f64r splat_register(double v) {
+  return _mm256_set1_pd(v);
+}
+AK_SIMD f32r fma(f32r a, f32r b, f32r c) {
+  return _mm256_fmadd_ps(a, b, c);
+}
+AK_SIMD f64r fma(f64r a, f64r b, f64r c) {
+  return _mm256_fmadd_pd(a, b, c);
+}
+AK_SIMD f32r vmax(f32r a, f32r b) {
+  return _mm256_max_ps(a, b);
+}
+AK_SIMD f64r vmax(f64r a, f64r b) {
+  return _mm256_max_pd(a, b);
+}
+AK_SIMD f32r vmin(f32r a, f32r b) {
+  return _mm256_min_ps(a, b);
+}
 AK_SIMD Pair<f64r> widen(f32r v) {
   return {_mm256_cvtps_pd(_mm256_castps256_ps128(v)), _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1))};
 }
@@ -127,8 +174,12 @@ AK_SIMD f32r narrow(Pair<f64r> v) {
   return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm256_cvtpd_ps(v.lo)), _mm256_cvtpd_ps(v.hi), 1);
 }
 
-AK_SIMD f32r load_register(const float* p) { return _mm256_loadu_ps(p); }
-AK_SIMD f64r load_register(const double* p) { return _mm256_loadu_pd(p); }
+AK_SIMD f32r load_register(const float* p) {
+  return _mm256_loadu_ps(p);
+}
+AK_SIMD f64r load_register(const double* p) {
+  return _mm256_loadu_pd(p);
+}
 AK_SIMD f32r load_register(const half_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
@@ -160,9 +211,15 @@ AK_SIMD void store_even_odd(bfloat16_t* p, f32r even, f32r odd) {
   const __m256i low = _mm256_srli_epi32(round_to_upper_half(even), 16);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_blend_epi16(low, round_to_upper_half(odd), 0xaa));
 }
-AK_SIMD void store_register(float* p, f32r v) { _mm256_storeu_ps(p, v); }
-AK_SIMD void store_register(double* p, f64r v) { _mm256_storeu_pd(p, v); }
-AK_SIMD void store_register(half_t* p, f32r v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), half_bits(v)); }
+AK_SIMD void store_register(float* p, f32r v) {
+  _mm256_storeu_ps(p, v);
+}
+AK_SIMD void store_register(double* p, f64r v) {
+  _mm256_storeu_pd(p, v);
+}
+AK_SIMD void store_register(half_t* p, f32r v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), half_bits(v));
+}
 AK_SIMD void store_register(bfloat16_t* p, f32r v) {
   const __m256i low = _mm256_srli_epi32(round_to_upper_half(v), 16);
   const __m128i bits = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
@@ -174,8 +231,12 @@ AK_SIMD void store_register(bfloat16_t* p, f32r v) {
 using f32x32 = Pair<Pair<Pair<f32r>>>;
 using f64x32 = Pair<Pair<Pair<Pair<f64r>>>>;
 
-AK_SIMD f32r splat_register(float v) { return f32r{v, v, v, v}; }
-AK_SIMD f64r splat_register(double v) { return f64r{v, v}; }
+AK_SIMD f32r splat_register(float v) {
+  return f32r{v, v, v, v};
+}
+AK_SIMD f64r splat_register(double v) {
+  return f64r{v, v};
+}
 // Without the instruction these are calls to libm, slow and correctly rounded: the bits come first.
 AK_SIMD f32r fma(f32r a, f32r b, f32r c) {
   return f32r{__builtin_fmaf(a[0], b[0], c[0]), __builtin_fmaf(a[1], b[1], c[1]), __builtin_fmaf(a[2], b[2], c[2]),
@@ -184,10 +245,18 @@ AK_SIMD f32r fma(f32r a, f32r b, f32r c) {
 AK_SIMD f64r fma(f64r a, f64r b, f64r c) {
   return f64r{__builtin_fma(a[0], b[0], c[0]), __builtin_fma(a[1], b[1], c[1])};
 }
-AK_SIMD f32r vmax(f32r a, f32r b) { return a > b ? a : b; }
-AK_SIMD f64r vmax(f64r a, f64r b) { return a > b ? a : b; }
-AK_SIMD f32r vmin(f32r a, f32r b) { return a < b ? a : b; }
-AK_SIMD Pair<f64r> widen(f32r v) { return {f64r{double(v[0]), double(v[1])}, f64r{double(v[2]), double(v[3])}}; }
+AK_SIMD f32r vmax(f32r a, f32r b) {
+  return a > b ? a : b;
+}
+AK_SIMD f64r vmax(f64r a, f64r b) {
+  return a > b ? a : b;
+}
+AK_SIMD f32r vmin(f32r a, f32r b) {
+  return a < b ? a : b;
+}
+AK_SIMD Pair<f64r> widen(f32r v) {
+  return {f64r{double(v[0]), double(v[1])}, f64r{double(v[2]), double(v[3])}};
+}
 AK_SIMD f32r narrow(Pair<f64r> v) {
   return f32r{float(v.lo[0]), float(v.lo[1]), float(v.hi[0]), float(v.hi[1])};
 }
@@ -230,23 +299,39 @@ AK_SIMD f32r scale_by_power(f32r p, f32r, f32r t) {
 }
 #endif
 
-AK_SIMD f32r select_greater(f32r a, f32r b, f32r yes, f32r no) { return a > b ? yes : no; }
-AK_SIMD f64r select_greater(f64r a, f64r b, f64r yes, f64r no) { return a > b ? yes : no; }
+AK_SIMD f32r select_greater(f32r a, f32r b, f32r yes, f32r no) {
+  return a > b ? yes : no;
+}
+AK_SIMD f64r select_greater(f64r a, f64r b, f64r yes, f64r no) {
+  return a > b ? yes : no;
+}
 
 // ------------------------------------------------------------------------------------------------------ wider than one
 
 template <typename V>
-AK_SIMD Pair<V> operator+(Pair<V> a, Pair<V> b) { return {a.lo + b.lo, a.hi + b.hi}; }
+AK_SIMD Pair<V> operator+(Pair<V> a, Pair<V> b) {
+  return {a.lo + b.lo, a.hi + b.hi};
+}
 template <typename V>
-AK_SIMD Pair<V> operator-(Pair<V> a, Pair<V> b) { return {a.lo - b.lo, a.hi - b.hi}; }
+AK_SIMD Pair<V> operator-(Pair<V> a, Pair<V> b) {
+  return {a.lo - b.lo, a.hi - b.hi};
+}
 template <typename V>
-AK_SIMD Pair<V> operator*(Pair<V> a, Pair<V> b) { return {a.lo * b.lo, a.hi * b.hi}; }
+AK_SIMD Pair<V> operator*(Pair<V> a, Pair<V> b) {
+  return {a.lo * b.lo, a.hi * b.hi};
+}
 template <typename V>
-AK_SIMD Pair<V> fma(Pair<V> a, Pair<V> b, Pair<V> c) { return {fma(a.lo, b.lo, c.lo), fma(a.hi, b.hi, c.hi)}; }
+AK_SIMD Pair<V> fma(Pair<V> a, Pair<V> b, Pair<V> c) {
+  return {fma(a.lo, b.lo, c.lo), fma(a.hi, b.hi, c.hi)};
+}
 template <typename V>
-AK_SIMD Pair<V> vmax(Pair<V> a, Pair<V> b) { return {vmax(a.lo, b.lo), vmax(a.hi, b.hi)}; }
+AK_SIMD Pair<V> vmax(Pair<V> a, Pair<V> b) {
+  return {vmax(a.lo, b.lo), vmax(a.hi, b.hi)};
+}
 template <typename V>
-AK_SIMD Pair<V> vmin(Pair<V> a, Pair<V> b) { return {vmin(a.lo, b.lo), vmin(a.hi, b.hi)}; }
+AK_SIMD Pair<V> vmin(Pair<V> a, Pair<V> b) {
+  return {vmin(a.lo, b.lo), vmin(a.hi, b.hi)};
+}
 template <typename V>
 AK_SIMD Pair<V> scale_by_power(Pair<V> p, Pair<V> n, Pair<V> t) {
   return {scale_by_power(p.lo, n.lo, t.lo), scale_by_power(p.hi, n.hi, t.hi)};
@@ -282,25 +367,37 @@ struct LanesOf<Pair<V>> {
 };
 
 template <typename S>
-AK_SIMD void splat_into(f32r& v, S s) { v = splat_register(s); }
+AK_SIMD void splat_into(f32r& v, S s) {
+  v = splat_register(s);
+}
 template <typename S>
-AK_SIMD void splat_into(f64r& v, S s) { v = splat_register(s); }
+AK_SIMD void splat_into(f64r& v, S s) {
+  v = splat_register(s);
+}
 template <typename V, typename S>
 AK_SIMD void splat_into(Pair<V>& v, S s) {
   splat_into(v.lo, s);
   splat_into(v.hi, s);
 }
 template <typename T>
-AK_SIMD void load_into(f32r& v, const T* p) { v = load_register(p); }
-AK_SIMD void load_into(f64r& v, const double* p) { v = load_register(p); }
+AK_SIMD void load_into(f32r& v, const T* p) {
+  v = load_register(p);
+}
+AK_SIMD void load_into(f64r& v, const double* p) {
+  v = load_register(p);
+}
 template <typename V, typename T>
 AK_SIMD void load_into(Pair<V>& v, const T* p) {
   load_into(v.lo, p);
   load_into(v.hi, p + LanesOf<V>::value);
 }
 template <typename T>
-AK_SIMD void store_from(T* p, f32r v) { store_register(p, v); }
-AK_SIMD void store_from(double* p, f64r v) { store_register(p, v); }
+AK_SIMD void store_from(T* p, f32r v) {
+  store_register(p, v);
+}
+AK_SIMD void store_from(double* p, f64r v) {
+  store_register(p, v);
+}
 template <typename V, typename T>
 AK_SIMD void store_from(T* p, Pair<V> v) {
   store_from(p, v.lo);
@@ -350,8 +447,8 @@ AK_SIMD void store_even_odd(bfloat16_t* p, Pair<V> even, Pair<V> odd) {
   store_even_odd(p + 2 * LanesOf<V>::value, even.hi, odd.hi);
 }
 
-// Asks for the cache line `ahead` elements from p, which may lie past the end of anything. The kernels ask for the next row
-// in the last pass over this one: what the hardware prefetches ends with a page, every few rows.
+// Asks for the cache line `ahead` elements from p, which may lie past the end of anything. The kernels ask for the next
+// row in the last pass over this one: what the hardware prefetches ends with a page, every few rows.
 template <typename T>
 AK_SIMD void prefetch_read(const T* p, int64_t ahead) {
   __builtin_prefetch(reinterpret_cast<const void*>(uintptr_t(p) + uintptr_t(ahead) * sizeof(T)), 0);
@@ -435,7 +532,9 @@ AK_SIMD void store(T* p, V v, Some<T> some) {
 
 #if AMPKERNELS_ISA_LEVEL == 512
 template <typename T>
-AK_SIMD __mmask32 first_lanes(Some<T> some) { return __mmask32((uint64_t(1) << some.n) - 1); }
+AK_SIMD __mmask32 first_lanes(Some<T> some) {
+  return __mmask32((uint64_t(1) << some.n) - 1);
+}
 template <>
 AK_SIMD f32x32 load<float, float>(const float* p, Some<float> some) {
   const __mmask32 k = first_lanes(some);
@@ -468,13 +567,19 @@ AK_SIMD void store(bfloat16_t* p, f32x32 v, Some<bfloat16_t> some) {
 
 // A step of a buffer, whole even where the row ends: buffers are whole steps long.
 template <typename C>
-AK_SIMD Vec<C> load_buffer(const C* p) { return load_elements<C>(p); }
+AK_SIMD Vec<C> load_buffer(const C* p) {
+  return load_elements<C>(p);
+}
 template <typename C, typename V>
-AK_SIMD void store_buffer(C* p, V v) { store_elements(p, v); }
+AK_SIMD void store_buffer(C* p, V v) {
+  store_elements(p, v);
+}
 
 // The lanes past the end of the row replaced by `other`.
 template <typename V>
-AK_SIMD V keep(V v, All, V) { return v; }
+AK_SIMD V keep(V v, All, V) {
+  return v;
+}
 template <typename V, typename T>
 AK_SIMD V keep(V v, Some<T> some, V other) {
   using C = std::conditional_t<sizeof(V) == 8 * kLanes, double, float>;
@@ -497,9 +602,15 @@ AK_SIMD double sum_lanes(f64r v) {
 #endif
 }
 template <typename V>
-AK_SIMD double sum_lanes(Pair<V> v) { return sum_lanes(v.lo + v.hi); }
-AK_SIMD double sum_step(f64x32 v) { return sum_lanes(v); }
-AK_SIMD double sum_step(f32x32 v) { return sum_lanes(widen(v.lo + v.hi)); }
+AK_SIMD double sum_lanes(Pair<V> v) {
+  return sum_lanes(v.lo + v.hi);
+}
+AK_SIMD double sum_step(f64x32 v) {
+  return sum_lanes(v);
+}
+AK_SIMD double sum_step(f32x32 v) {
+  return sum_lanes(widen(v.lo + v.hi));
+}
 
 template <typename C>
 AK_SIMD C max_lanes(Vec<C> v) {
@@ -511,19 +622,29 @@ AK_SIMD C max_lanes(Vec<C> v) {
   return lanes[0];
 }
 
-// exp_fp32 of math.h in all lanes, the same operations and the same bits: x = (n + r) ln 2, 2^r by polynomial.
-AK_SIMD f32x32 exp_lanes(f32x32 x) {
-  x = vmax(splat(-104.0f), vmin(splat(89.0f), x));  // NaN, a second argument, stays
-  const f32x32 t = fma(x, splat(detail::kLog2e), splat(detail::kRound));
-  const f32x32 n = t - splat(detail::kRound);
-  const f32x32 r = fma(x, splat(detail::kLog2eLow), fma(x, splat(detail::kLog2e), splat(0.0f) - n));
+// detail::exp2_fraction of math.h in all lanes: 2^r for r in [-1/2, 1/2].
+AK_SIMD f32x32 exp2_fraction_lanes(f32x32 r) {
   f32x32 p = fma(splat(0x1.416b52p-13f), r, splat(0x1.5f082ep-10f));
   p = fma(p, r, splat(0x1.3b2dep-7f));
   p = fma(p, r, splat(0x1.c6af7cp-5f));
   p = fma(p, r, splat(0x1.ebfbdcp-3f));
   p = fma(p, r, splat(0x1.62e43p-1f));
-  p = fma(p, r, splat(1.0f));
-  return scale_by_power(p, n, t);
+  return fma(p, r, splat(1.0f));
+}
+// exp_fp32 of math.h in all lanes, the same operations and the same bits: x = (n + r) ln 2.
+AK_SIMD f32x32 exp_lanes(f32x32 x) {
+  x = vmax(splat(-104.0f), vmin(splat(89.0f), x));  // NaN, a second argument, stays
+  const f32x32 t = fma(x, splat(detail::kLog2e), splat(detail::kRound));
+  const f32x32 n = t - splat(detail::kRound);
+  const f32x32 r = fma(x, splat(detail::kLog2eLow), fma(x, splat(detail::kLog2e), splat(0.0f) - n));
+  return scale_by_power(exp2_fraction_lanes(r), n, t);
+}
+// 2^y for y <= 0, within 1 ulp.
+AK_SIMD f32x32 exp2_lanes(f32x32 y) {
+  y = vmax(splat(-151.0f), y);
+  const f32x32 t = y + splat(detail::kRound);
+  const f32x32 n = t - splat(detail::kRound);
+  return scale_by_power(exp2_fraction_lanes(y - n), n, t);
 }
 AK_SIMD f64x32 exp_lanes(f64x32 x) {
   double lanes[kLanes];

@@ -1,8 +1,8 @@
 // Softmax and log-softmax, forward and backward. A row is read from memory once and written once; between, it stays in
-// the L1 or L2 cache: the largest logit, then exp(x - max) and its sum, then the normalisation.
-// Rounding points: scale * x + mask (one fma), minus the largest (for an unmasked row one fma with the scale), exp, the
-// sum (reduce), the product with 1 / sum; backward the dot product, scale * dy - scale * dot (one fma), the product with
-// y; all in the compute type, then once to the output's dtype.
+// the L1 or L2 cache: the largest logit, then the exponentials and their sum, then the normalisation.
+// Rounding points: x minus the largest x, times scale (with a mask scale * x + mask, one fma, minus the largest), exp,
+// the sum (reduce), the product with 1 / sum; backward the dot product, scale * dy - scale * dot (one fma), the product
+// with y; all in the compute type, then once to the output's dtype.
 #pragma once
 
 #include "rows.h"
@@ -15,31 +15,45 @@ void fill_row(T* y, int64_t begin, int64_t end, C value) {
   for (int64_t i = begin; i < end; ++i) y[i] = v;
 }
 
-// Largest scale * x of the row. Rounding is monotonic: the extreme x is enough.
+// The x of the row with the largest scale * x.
 template <typename T, typename F>
-AK_SIMD compute_t<T> largest_logit(int64_t n, compute_t<T> scale, F x) {
+AK_SIMD compute_t<T> extreme(int64_t n, compute_t<T> scale, F x) {
   using C = compute_t<T>;
   if (scale < C(0)) {
     const Vec<C> zero = splat(C(0));
-    return -scale * reduce_max<T>(n, [&](int64_t i, auto step) AK_LAMBDA { return zero - x(i, step); });
+    return -reduce_max<T>(n, [&](int64_t i, auto step) AK_LAMBDA { return zero - x(i, step); });
   }
-  return scale * reduce_max<T>(n, x);
+  return reduce_max<T>(n, x);
 }
 
-// y = softmax(scale * x), or its logarithm, over a row of T of n columns. x(i, step) loads a step. e: a buffer.
+// y = softmax(scale * x), or its logarithm, over a row of T of n columns. x(i, step) loads a step; `largest` is
+// extreme's; e: a buffer. The largest is subtracted before the scale multiplies, so that its own exponent is 0 however
+// large it is.
 template <typename T, typename C, typename F>
-AK_SIMD void softmax_row(F x, C max, C scale, bool log, C* e, T* y, int64_t n) {
-  const Vec<C> vscale = splat(scale), vmax_negated = splat(-max);
-  const auto logit = [&](int64_t i, auto step) AK_LAMBDA { return fma(x(i, step), vscale, vmax_negated); };
+AK_SIMD void softmax_row(F x, C largest, C scale, bool log, C* e, T* y, int64_t n) {
+  const Vec<C> vlargest = splat(largest), vscale = splat(scale);
+  const auto logit = [&](int64_t i, auto step) AK_LAMBDA { return (x(i, step) - vlargest) * vscale; };
   if (log) {
     const double sum = reduce<T, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA {
                          s.a = s.a + keep(exp_lanes(logit(i, step)), step, splat(C(0)));
                        }).a;
     const Vec<C> log_sum = splat(C(__builtin_log(sum)));
-    for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA { store(y + i, logit(i, step) - log_sum, step); });
+    for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
+      prefetch_write(y + i, n);
+      store(y + i, logit(i, step) - log_sum, step);
+    });
   } else {
+    // A 16-bit row's in base 2, which spares exp its own multiplication: the factor's rounding is nothing beside
+    // theirs.
+    const Vec<C> vfactor = splat(scale * C(detail::kLog2e));
     const double sum = reduce<T, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA {
-                         const Vec<C> v = keep(exp_lanes(logit(i, step)), step, splat(C(0)));
+                         Vec<C> v;
+                         if constexpr (sizeof(T) == 2) {
+                           v = exp2_lanes((x(i, step) - vlargest) * vfactor);
+                         } else {
+                           v = exp_lanes(logit(i, step));
+                         }
+                         v = keep(v, step, splat(C(0)));
                          store_buffer(e + i, v);
                          prefetch_write(y + i, n);
                          s.a = s.a + v;
@@ -56,15 +70,15 @@ void plain_row(const T* x, C scale, bool log, C* e, T* y, int64_t n) {
     prefetch_read(x + i, n);
     return load<C>(x + i, step);
   };
-  softmax_row<T>(load_again, largest_logit<T>(n, scale, load_x), scale, log, e, y, n);
+  softmax_row<T>(load_again, extreme<T>(n, scale, load_x), scale, log, e, y, n);
 }
 
 // The logits, scaled and masked, lie in z, a buffer in row order, which serves as e too.
 template <typename T, typename C>
 void masked_row(C* z, bool log, T* y, int64_t n) {
   const auto load_z = [&](int64_t i, auto) AK_LAMBDA { return load_buffer(z + i); };
-  const C max = largest_logit<T>(n, C(1), load_z);
-  if (max != C(-INFINITY)) return softmax_row<T>(load_z, max, C(1), log, z, y, n);
+  const C largest = extreme<T>(n, C(1), load_z);
+  if (largest != C(-INFINITY)) return softmax_row<T>(load_z, largest, C(1), log, z, y, n);
   // Nothing kept, unless what is kept is NaN.
   const double nan = reduce<T, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA {
                        const Vec<C> v = load_buffer(z + i), zero = splat(C(0));
@@ -132,9 +146,8 @@ template <typename T, typename C>
 void softmax_bwd_row(const T* y, const T* dy, C scale, bool log, T* dx, int64_t n) {
   const Vec<C> vscale = splat(scale);
   if (log) {
-    const double sum = reduce<T, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA {
-                         s.a = s.a + load<C>(dy + i, step);
-                       }).a;
+    const double sum =
+        reduce<T, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA { s.a = s.a + load<C>(dy + i, step); }).a;
     const Vec<C> negated = splat(C(-sum));
     for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
       prefetch_read(y + i, n);
