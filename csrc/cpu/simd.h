@@ -40,7 +40,6 @@ constexpr int kRegisterBytes = 16;
 #endif
 typedef float f32r __attribute__((vector_size(kRegisterBytes)));
 typedef double f64r __attribute__((vector_size(kRegisterBytes)));
-typedef int32_t i32r __attribute__((vector_size(kRegisterBytes)));
 typedef uint32_t u32r __attribute__((vector_size(kRegisterBytes)));
 constexpr int kRegisterFloats = kRegisterBytes / 4;
 constexpr int kRegisterDoubles = kRegisterBytes / 8;
@@ -74,20 +73,12 @@ AK_SIMD f32r vmax(f32r a, f32r b) {
 AK_SIMD f64r vmax(f64r a, f64r b) {
   return _mm512_max_pd(a, b);
 }
-AK_SIMD f32r vmin(f32r a, f32r b) {
-  return _mm512_min_ps(a, b);
-}
 AK_SIMD Pair<f64r> widen(f32r v) {
   return {_mm512_cvtps_pd(_mm512_castps512_ps256(v)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1))};
 }
 AK_SIMD f32r narrow(Pair<f64r> v) {
   return _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(v.lo)), _mm512_cvtpd_ps(v.hi), 1);
 }
-// p * 2^n, rounded once even if the result is subnormal, with t = n + kRound.
-AK_SIMD f32r scale_by_power(f32r p, f32r n, f32r) {
-  return _mm512_scalef_ps(p, n);
-}
-
 AK_SIMD f32r load_register(const float* p) {
   return _mm512_loadu_ps(p);
 }
@@ -100,6 +91,21 @@ AK_SIMD f32r load_register(const half_t* p) {
 AK_SIMD f32r load_register(const bfloat16_t* p) {
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
+// v where the byte of its lane is not 0, other elsewhere: in element order, or of an even and an odd register.
+AK_SIMD void keep_where(f32r& v, const uint8_t* bytes, f32r other) {
+  const __m512i m = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
+  v = _mm512_mask_mov_ps(other, _mm512_test_epi32_mask(m, m), v);
+}
+AK_SIMD void keep_where(f64r& v, const uint8_t* bytes, f64r other) {
+  const __m512i m = _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
+  v = _mm512_mask_mov_pd(other, _mm512_test_epi64_mask(m, m), v);
+}
+AK_SIMD void keep_where_even_odd(f32r& even, f32r& odd, const uint8_t* bytes, f32r other) {
+  const __m512i m = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes)));
+  even = _mm512_mask_mov_ps(other, _mm512_test_epi32_mask(m, _mm512_set1_epi32(0x00ff)), even);
+  odd = _mm512_mask_mov_ps(other, _mm512_test_epi32_mask(m, _mm512_set1_epi32(0xff00)), odd);
 }
 
 AK_SIMD __m256i half_bits(f32r v) {
@@ -164,9 +170,6 @@ AK_SIMD f32r vmax(f32r a, f32r b) {
 AK_SIMD f64r vmax(f64r a, f64r b) {
   return _mm256_max_pd(a, b);
 }
-AK_SIMD f32r vmin(f32r a, f32r b) {
-  return _mm256_min_ps(a, b);
-}
 AK_SIMD Pair<f64r> widen(f32r v) {
   return {_mm256_cvtps_pd(_mm256_castps256_ps128(v)), _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1))};
 }
@@ -186,6 +189,26 @@ AK_SIMD f32r load_register(const half_t* p) {
 AK_SIMD f32r load_register(const bfloat16_t* p) {
   const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+
+AK_SIMD f32r drop_where(__m256i drop, f32r v, f32r other) {
+  return _mm256_blendv_ps(v, other, _mm256_castsi256_ps(drop));
+}
+AK_SIMD void keep_where(f32r& v, const uint8_t* bytes, f32r other) {
+  const __m256i m = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
+  v = drop_where(_mm256_cmpeq_epi32(m, _mm256_setzero_si256()), v, other);
+}
+AK_SIMD void keep_where(f64r& v, const uint8_t* bytes, f64r other) {
+  int32_t four;
+  __builtin_memcpy(&four, bytes, 4);
+  const __m256i m = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(four));
+  v = _mm256_blendv_pd(v, other, _mm256_castsi256_pd(_mm256_cmpeq_epi64(m, _mm256_setzero_si256())));
+}
+AK_SIMD void keep_where_even_odd(f32r& even, f32r& odd, const uint8_t* bytes, f32r other) {
+  const __m256i m = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
+  const __m256i zero = _mm256_setzero_si256();
+  even = drop_where(_mm256_cmpeq_epi32(_mm256_and_si256(m, _mm256_set1_epi32(0x00ff)), zero), even, other);
+  odd = drop_where(_mm256_cmpeq_epi32(_mm256_and_si256(m, _mm256_set1_epi32(0xff00)), zero), odd, other);
 }
 
 AK_SIMD __m128i half_bits(f32r v) {
@@ -251,9 +274,6 @@ AK_SIMD f32r vmax(f32r a, f32r b) {
 AK_SIMD f64r vmax(f64r a, f64r b) {
   return a > b ? a : b;
 }
-AK_SIMD f32r vmin(f32r a, f32r b) {
-  return a < b ? a : b;
-}
 AK_SIMD Pair<f64r> widen(f32r v) {
   return {f64r{double(v[0]), double(v[1])}, f64r{double(v[2]), double(v[3])}};
 }
@@ -277,6 +297,18 @@ AK_SIMD void store_register(double* p, f64r v) {
   p[0] = v[0];
   p[1] = v[1];
 }
+AK_SIMD void keep_where(f32r& v, const uint8_t* bytes, f32r other) {
+  for (int i = 0; i < kRegisterFloats; ++i) v[i] = bytes[i] != 0 ? v[i] : other[i];
+}
+AK_SIMD void keep_where(f64r& v, const uint8_t* bytes, f64r other) {
+  for (int i = 0; i < kRegisterDoubles; ++i) v[i] = bytes[i] != 0 ? v[i] : other[i];
+}
+AK_SIMD void keep_where_even_odd(f32r& even, f32r& odd, const uint8_t* bytes, f32r other) {
+  for (int i = 0; i < kRegisterFloats; ++i) {
+    even[i] = bytes[2 * i] != 0 ? even[i] : other[i];
+    odd[i] = bytes[2 * i + 1] != 0 ? odd[i] : other[i];
+  }
+}
 AK_SIMD void load_even_odd(f32r& even, f32r& odd, const bfloat16_t* p) {
   even = f32r{to_float(p[0]), to_float(p[2]), to_float(p[4]), to_float(p[6])};
   odd = f32r{to_float(p[1]), to_float(p[3]), to_float(p[5]), to_float(p[7])};
@@ -290,15 +322,10 @@ AK_SIMD void store_even_odd(bfloat16_t* p, f32r even, f32r odd) {
 
 #endif
 
-#if AMPKERNELS_ISA_LEVEL != 512
-// The same bits as scalef: of the two products only the second can round.
-AK_SIMD f32r scale_by_power(f32r p, f32r, f32r t) {
-  const i32r n = (i32r)t - int32_t(detail::kRoundBits);
-  const i32r half = n >> 1;
-  return p * (f32r)((half + 127) << 23) * (f32r)((n - half + 127) << 23);
+// p * 2^n with t = n + kRound, by adding to the exponent's bits: for normal p and results, or exact powers of two.
+AK_SIMD f32r add_exponents(f32r p, f32r t) {
+  return (f32r)((u32r)p + ((u32r)t << 23));
 }
-#endif
-
 AK_SIMD f32r select_greater(f32r a, f32r b, f32r yes, f32r no) {
   return a > b ? yes : no;
 }
@@ -329,12 +356,8 @@ AK_SIMD Pair<V> vmax(Pair<V> a, Pair<V> b) {
   return {vmax(a.lo, b.lo), vmax(a.hi, b.hi)};
 }
 template <typename V>
-AK_SIMD Pair<V> vmin(Pair<V> a, Pair<V> b) {
-  return {vmin(a.lo, b.lo), vmin(a.hi, b.hi)};
-}
-template <typename V>
-AK_SIMD Pair<V> scale_by_power(Pair<V> p, Pair<V> n, Pair<V> t) {
-  return {scale_by_power(p.lo, n.lo, t.lo), scale_by_power(p.hi, n.hi, t.hi)};
+AK_SIMD Pair<V> add_exponents(Pair<V> p, Pair<V> t) {
+  return {add_exponents(p.lo, t.lo), add_exponents(p.hi, t.hi)};
 }
 template <typename V>
 AK_SIMD Pair<V> select_greater(Pair<V> a, Pair<V> b, Pair<V> yes, Pair<V> no) {
@@ -565,6 +588,33 @@ AK_SIMD void store(bfloat16_t* p, f32x32 v, Some<bfloat16_t> some) {
 }
 #endif
 
+// A step of a bool mask over a row of T: v where it is true, other elsewhere.
+template <typename V>
+AK_SIMD void keep_where(Pair<V>& v, const uint8_t* bytes, Pair<V> other) {
+  keep_where(v.lo, bytes, other.lo);
+  keep_where(v.hi, bytes + LanesOf<V>::value, other.hi);
+}
+template <typename V>
+AK_SIMD void keep_where_even_odd(Pair<V>& even, Pair<V>& odd, const uint8_t* bytes, Pair<V> other) {
+  keep_where_even_odd(even.lo, odd.lo, bytes, other.lo);
+  keep_where_even_odd(even.hi, odd.hi, bytes + 2 * LanesOf<V>::value, other.hi);
+}
+template <typename T, typename V>
+AK_SIMD V select_kept(const uint8_t* mask, V v, V other, All) {
+  if constexpr (kEvenOdd<T>) {
+    keep_where_even_odd(v.lo, v.hi, mask, other.lo);
+  } else {
+    keep_where(v, mask, other);
+  }
+  return v;
+}
+template <typename T, typename V>
+AK_SIMD V select_kept(const uint8_t* mask, V v, V other, Some<T> some) {
+  uint8_t padded[kLanes] = {};
+  for (int64_t i = 0; i < some.n; ++i) padded[i] = mask[i];
+  return select_kept<T>(padded, v, other, All{});
+}
+
 // A step of a buffer, whole even where the row ends: buffers are whole steps long.
 template <typename C>
 AK_SIMD Vec<C> load_buffer(const C* p) {
@@ -612,14 +662,28 @@ AK_SIMD double sum_step(f32x32 v) {
   return sum_lanes(widen(v.lo + v.hi));
 }
 
-template <typename C>
-AK_SIMD C max_lanes(Vec<C> v) {
-  C lanes[kLanes];
-  store_from(lanes, v);
-  for (int w = kLanes / 2; w > 0; w /= 2) {
-    for (int i = 0; i < w; ++i) lanes[i] = lanes[i] > lanes[i + w] ? lanes[i] : lanes[i + w];
-  }
-  return lanes[0];
+// The largest lane; none is NaN.
+AK_SIMD float max_lanes(f32r v) {
+#if AMPKERNELS_ISA_LEVEL == 512
+  return _mm512_reduce_max_ps(v);
+#elif AMPKERNELS_ISA_LEVEL == 256
+  __m128 m = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+  return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
+#else
+  float m = v[0];
+  for (int i = 1; i < kRegisterFloats; ++i) m = v[i] > m ? v[i] : m;
+  return m;
+#endif
+}
+AK_SIMD double max_lanes(f64r v) {
+  double m = v[0];
+  for (int i = 1; i < kRegisterDoubles; ++i) m = v[i] > m ? v[i] : m;
+  return m;
+}
+template <typename V>
+AK_SIMD auto max_lanes(Pair<V> v) {
+  return max_lanes(vmax(v.lo, v.hi));
 }
 
 // detail::exp2_fraction of math.h in all lanes: 2^r for r in [-1/2, 1/2].
@@ -631,26 +695,29 @@ AK_SIMD f32x32 exp2_fraction_lanes(f32x32 r) {
   p = fma(p, r, splat(0x1.62e43p-1f));
   return fma(p, r, splat(1.0f));
 }
-// exp_fp32 of math.h in all lanes, the same operations and the same bits: x = (n + r) ln 2.
-AK_SIMD f32x32 exp_lanes(f32x32 x) {
-  x = vmax(splat(-104.0f), vmin(splat(89.0f), x));  // NaN, a second argument, stays
-  const f32x32 t = fma(x, splat(detail::kLog2e), splat(detail::kRound));
+// math.h's exp_fp32 for x <= 0 in all lanes, the same operations and the same bits down to e^-87.33 (2^-126), 0 below.
+// A subnormal result would cost x86 an assist, thirty times the rest, for what vanishes beside the row's largest.
+AK_SIMD f32x32 exp_nonpositive(f32x32 x) {
+  const f32x32 lowest = splat(-87.33f);
+  const f32x32 a = vmax(lowest, x);  // NaN, a second argument, stays
+  const f32x32 t = fma(a, splat(detail::kLog2e), splat(detail::kRound));
   const f32x32 n = t - splat(detail::kRound);
-  const f32x32 r = fma(x, splat(detail::kLog2eLow), fma(x, splat(detail::kLog2e), splat(0.0f) - n));
-  return scale_by_power(exp2_fraction_lanes(r), n, t);
+  const f32x32 r = fma(a, splat(detail::kLog2eLow), fma(a, splat(detail::kLog2e), splat(0.0f) - n));
+  const f32x32 y = exp2_fraction_lanes(r) * add_exponents(splat(1.0f), t);
+  return select_greater(lowest, x, splat(0.0f), y);
 }
-// 2^y for y <= 0, within 1 ulp.
-AK_SIMD f32x32 exp2_lanes(f32x32 y) {
-  y = vmax(splat(-151.0f), y);
-  const f32x32 t = y + splat(detail::kRound);
-  const f32x32 n = t - splat(detail::kRound);
-  return scale_by_power(exp2_fraction_lanes(y - n), n, t);
-}
-AK_SIMD f64x32 exp_lanes(f64x32 x) {
+AK_SIMD f64x32 exp_nonpositive(f64x32 x) {
   double lanes[kLanes];
   store_from(lanes, x);
   for (int i = 0; i < kLanes; ++i) lanes[i] = __builtin_exp(lanes[i]);
   return load_elements<double>(lanes);
+}
+// detail::exp2_nonpositive of math.h: 2^y for y <= 0 down to 2^-126, then to exactly 0 at y = -127. NaN stays if the
+// last nine bits of its payload are 0.
+AK_SIMD f32x32 exp2_nonpositive(f32x32 y) {
+  y = vmax(splat(-127.0f), y);
+  const f32x32 t = y + splat(detail::kRound);
+  return add_exponents(exp2_fraction_lanes(y - (t - splat(detail::kRound))), t);
 }
 
 }  // namespace ampkernels::cpu::AMPKERNELS_ISA

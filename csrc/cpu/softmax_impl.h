@@ -35,7 +35,7 @@ AK_SIMD void softmax_row(F x, C largest, C scale, bool log, C* e, T* y, int64_t 
   const auto logit = [&](int64_t i, auto step) AK_LAMBDA { return (x(i, step) - vlargest) * vscale; };
   if (log) {
     const double sum = reduce<T, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA {
-                         s.a = s.a + keep(exp_lanes(logit(i, step)), step, splat(C(0)));
+                         s.a = s.a + keep(exp_nonpositive(logit(i, step)), step, splat(C(0)));
                        }).a;
     const Vec<C> log_sum = splat(C(__builtin_log(sum)));
     for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
@@ -49,9 +49,9 @@ AK_SIMD void softmax_row(F x, C largest, C scale, bool log, C* e, T* y, int64_t 
     const double sum = reduce<T, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA {
                          Vec<C> v;
                          if constexpr (sizeof(T) == 2) {
-                           v = exp2_lanes((x(i, step) - vlargest) * vfactor);
+                           v = exp2_nonpositive((x(i, step) - vlargest) * vfactor);
                          } else {
-                           v = exp_lanes(logit(i, step));
+                           v = exp_nonpositive(logit(i, step));
                          }
                          v = keep(v, step, splat(C(0)));
                          store_buffer(e + i, v);
@@ -99,18 +99,18 @@ void softmax_fwd_typed(const SoftmaxFwdParams& p, int64_t begin, int64_t end) {
   using C = compute_t<T>;
   const bool masked = p.mask.data != nullptr;
   const bool bool_mask = masked && p.mask.dtype == DType::kBool;
-  const bool additive = masked && !bool_mask;
-  RowsIn bool_rows, additive_rows;
-  if (bool_mask) bool_rows = p.mask;
-  if (additive) additive_rows = p.mask;
+  const bool same_mask = masked && p.mask.dtype == dtype_of<T>::value;  // additive, of x's own type
+  const RowsIn none;
   RowReader<T> x_rows(p.x, p.cols, begin, end);
-  RowReader<uint8_t> keep_rows(bool_rows, p.cols, begin, end);
-  RowReader<C> add_rows(additive_rows, p.cols, begin, end);
+  RowReader<uint8_t> bool_rows(bool_mask ? p.mask : none, p.cols, begin, end);
+  RowReader<T> same_rows(same_mask ? p.mask : none, p.cols, begin, end);
+  RowReader<C> other_rows(masked && !bool_mask && !same_mask ? p.mask : none, p.cols, begin, end);
   RowWriter<T> y_rows(p.y, p.cols, begin, end);
-  Scratch scratch;
+  Scratch scratch, mask_scratch;
   C* e = scratch.allocate<C>(whole_steps(p.cols));
+  C* ordered = masked && !bool_mask && !same_mask ? mask_scratch.allocate<C>(whole_steps(p.cols)) : nullptr;
   const C scale = C(p.scale);
-  const Vec<C> vscale = splat(scale);
+  const Vec<C> vscale = splat(scale), dropped = splat(C(-INFINITY));
 
   for (int64_t row = begin; row < end; ++row) {
     const T* x = x_rows.row();
@@ -119,17 +119,24 @@ void softmax_fwd_typed(const SoftmaxFwdParams& p, int64_t begin, int64_t end) {
     if (!masked) {
       plain_row(x, scale, p.log, e, y, n);
     } else {
-      convert_elements(e, x, n);
       if (bool_mask) {
-        const uint8_t* keeps = keep_rows.row();
-        for (int64_t i = 0; i < n; ++i) e[i] = keeps[i] ? e[i] * scale : C(-INFINITY);
+        const uint8_t* mask = bool_rows.row();
+        for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
+          store_buffer(e + i, select_kept<T>(mask + i, load<C>(x + i, step) * vscale, dropped, step));
+        });
+      } else if (same_mask) {
+        const T* mask = same_rows.row();
+        for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
+          store_buffer(e + i, fma(load<C>(x + i, step), vscale, load<C>(mask + i, step)));
+        });
       } else {
-        const C* add = add_rows.row();
-        for_steps<C>(n, [&](int64_t i, auto step) AK_LAMBDA {
-          store_buffer(e + i, fma(load_buffer(e + i), vscale, load<C>(add + i, step)));
+        const C* mask = other_rows.row();
+        for (int64_t i = 0; i < n; ++i) ordered[i] = mask[i] == mask[i] ? mask[i] : C(NAN);  // see exp2_nonpositive
+        to_row_order<T>(ordered, n);
+        for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
+          store_buffer(e + i, fma(load<C>(x + i, step), vscale, load_buffer(ordered + i)));
         });
       }
-      to_row_order<T>(e, n);
       masked_row(e, p.log, y, n);
     }
     if (n < p.cols) fill_row(y, n, p.cols, p.log ? C(-INFINITY) : C(0));
@@ -153,7 +160,7 @@ void softmax_bwd_row(const T* y, const T* dy, C scale, bool log, T* dx, int64_t 
       prefetch_read(y + i, n);
       prefetch_read(dy + i, n);
       prefetch_write(dx + i, n);
-      const Vec<C> v = fma(exp_lanes(load<C>(y + i, step)), negated, load<C>(dy + i, step));
+      const Vec<C> v = fma(exp_nonpositive(load<C>(y + i, step)), negated, load<C>(dy + i, step));
       store(dx + i, v * vscale, step);
     });
   } else {
