@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
 
 // Also fp64 rows of any length. A missing mask is a mask that keeps everything: the same bits.
 template <typename T>
-__global__ void __launch_bounds__(kRowsStreamingThreads)
+__global__ void __launch_bounds__(kRowsStreamingThreads, 1)
     softmax_fwd_streaming(const __grid_constant__ SoftmaxFwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
   constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
