@@ -177,7 +177,8 @@ def softmax(
         Input's shape. With a mask, a row with nothing kept is 0 and has gradient 0; without one, a row of -inf is NaN,
         as in torch.
 
-    Rounding points: fp32 inside (fp64 for fp64), y rounded once. Backward reads y as it was rounded; dinput rounded
+    Rounding points: fp32 inside (fp64 for fp64), y rounded once; in fp32 an exponential
+    below 2^-126 of the row's largest may become 0. Backward reads y as it was rounded; dinput rounded
     once to input's dtype; a floating mask's gradient is summed in fp32 and rounded once to the mask's.
 
     Raises:

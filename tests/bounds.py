@@ -18,7 +18,6 @@ CURVATURE = {
     None: 0.0, "relu": 0.0, "gelu": 0.8, "gelu_tanh": 0.81, "silu": 0.5, "sigmoid": 0.1, "tanh": 0.77,
     "quick_gelu": 0.86, "relu2": 2.0,
 }  # fmt: skip
-SLOPE = {**reference._SLOPE}
 
 
 def assert_within(actual: Tensor, expected: Tensor, bound: Tensor, what: str = "") -> None:
