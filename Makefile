@@ -12,7 +12,7 @@ export PYTHONUNBUFFERED := 1
 
 CSRC := $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help demo test build bench lint format cuda-check clean FORCE
+.PHONY: help demo test build bench lint format cuda-check sanitize clean FORCE
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -43,6 +43,12 @@ format: $(VENV)/.dev  ## ruff and clang-format, in place
 
 cuda-check:  ## compile every .cu for 8.0, 9.0a, 10.0, 12.0; fail on warnings, spills and unreviewed local memory
 	$(PYTHON) tools/cuda_check.py $(ARGS)
+
+sanitize: $(VENV)/.installed $(VENV)/.built  ## memcheck and racecheck on a small sweep of every op; needs a GPU
+	@for tool in memcheck racecheck; do \
+	  echo "==> compute-sanitizer --tool $$tool"; \
+	  compute-sanitizer --tool $$tool --error-exitcode 9 $(PY) tools/sanitizer_sweep.py $(ARGS) | tail -n 20 || exit 1; \
+	done
 
 clean:  ## remove all that these targets made
 	rm -rf $(VENV) build dist *.egg-info ampkernels/*.so demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -193,10 +193,6 @@ bool gemm_sm90_supports(const GemmParams& p) {
   if (p.accumulate.chunk % 64 != 0 && p.accumulate.chunk < p.k) return false;
   if (p.d_dtype != p.dtype && p.d_dtype != DType::kFloat32) return false;
   if (p.beta && (p.d_dtype != DType::kFloat32 || p.kind != EpilogueKind::kLinear)) return false;
-  // Gated chunks left an illegal access behind on an H200 (csrc 862f641232a2: gated_linear, fp32/128, 150 x 264 x 768).
-  // The epilogue has been rewritten since, but not run on that case: until it has, mma.sync computes the same bits.
-  const bool chunked = p.accumulate.chunk > 0 || p.accumulate.dtype == DType::kFloat16;
-  if (p.kind == EpilogueKind::kGated && chunked) return false;
   const Problem q = classify(p);
   if (q.a == Major::kNone || q.b == Major::kNone) return false;
   for (int tile = 0; tile < kTilesSm90; ++tile) {

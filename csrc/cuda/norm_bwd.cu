@@ -10,7 +10,7 @@
 // kernel of one pass over partials that are still in L2. Streaming tier: dx by a CTA per row, the column sums by a
 // second reading. Synchronisation. One barrier per row for both means; one more where lanes read units that other lanes
 // copied (rows off 16 bytes, or no whole number of vectors). Rounding points. d = s - mean, h = d * rstd; dy * weight;
-// the sums (fp32, or fp64 for fp64 s) and the row's two factors; dx = rstd * g + (factor * h + factor) by two fma, plus
+// the sums (fp32, or fp64 for fp64 s) and the row's two means; g - mean(g), one fma with h, the product with rstd, plus
 // dsum; then dx once to its dtype, and dweight, dbias once to theirs.
 #include "norm_bwd_streaming.cuh"
 #include "rows_common.cuh"
@@ -145,8 +145,8 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
 
   const int64_t step = int64_t(shape.groups) * slots;
   const int64_t row0 = group * slots + team.slot;
-  // Lanes of a warp stay together: rounds are those of the warp's first slot.
-  const int64_t lead = lanes < 32 ? row0 - (team.slot & (32 / lanes - 1)) : row0;
+  // Slots stay together: rounds are those of the CTA's first slot.
+  const int64_t lead = group * slots;
   const int rounds = lead < p.rows ? int((p.rows - lead + step - 1) / step) : 0;
   const int slot_bytes = shape.s_bytes + shape.dy_bytes;
   char* const ring = rows_shared + team.slot * slot_bytes;
@@ -314,15 +314,15 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
     }
     team.reduce(sums, Sum{}, C(0));
     if (kBulk) fetch();  // every lane has left the stage of the last round
-    // dx = rstd * g - rstd * mean(g * h) * h - rstd * mean(g)
-    const C by_h = -(sums[0] * inverse) * rstd, constant = kRms ? C(0) : -(sums[kRms ? 0 : 1] * inverse) * rstd;
+    // g - mean(g) first: where the gradient is 0 (a row of one element, a constant g), so is what is left of it.
+    const C mean_gh = sums[0] * inverse, mean_g = kRms ? C(0) : sums[kRms ? 0 : 1] * inverse;
     const auto combine = [&](int j, C(&g)[V]) {
       C d[V], dy[V];
       read(j, d, dy, g);
 #pragma unroll
       for (int e = 0; e < V; ++e) {
         const C h = d[e] * rstd;
-        g[e] = fma(g[e], rstd, kRms ? by_h * h : fma(by_h, h, constant));
+        g[e] = fma(-mean_gh, h, kRms ? g[e] : g[e] - mean_g) * rstd;
       }
     };
     if constexpr (kAligned) {

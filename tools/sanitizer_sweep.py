@@ -1,0 +1,125 @@
+"""A small sweep of every op, forward and backward, for compute-sanitizer (`make sanitize`): each tier of the row
+kernels and each kernel of the GEMMs once or more, at sizes that the tool finishes in minutes.
+
+    compute-sanitizer --tool memcheck  --error-exitcode 9 python tools/sanitizer_sweep.py
+    compute-sanitizer --tool racecheck --error-exitcode 9 python tools/sanitizer_sweep.py rows
+
+`rows`, `gemm`, `gated` or `mlp` picks a part. Exits with 1 where a result is not finite.
+"""
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+import ampkernels as ak
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+def randn(*shape: int, dtype: torch.dtype, grad: bool = True) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=F32).to(dtype).requires_grad_(grad)
+
+
+def backward(y: Tensor | tuple[Tensor, ...]) -> None:
+    outputs = (y,) if isinstance(y, Tensor) else y
+    torch.autograd.backward(outputs, [torch.randn_like(o) for o in outputs])
+    torch.cuda.synchronize()
+    for o in outputs:
+        if not o.isfinite().all():
+            sys.exit("a result is not finite")
+
+
+def rows() -> Iterator[tuple[str, Callable[[], None]]]:
+    # Row lengths of every tier: rows per warp, warp, CTA, cluster of 2 and 16, streaming; odd ones beside even ones.
+    lengths = [1, 7, 64, 1000, 1024, 4096, 4099, 20000, 40000, 131072, 300001]
+    for dtype, cols in itertools.product((BF16, F16, F32, F64), lengths):
+        if dtype in (F16, F64) and cols not in (7, 1024, 4099, 20000):
+            continue
+        n = 37 if cols < 5000 else 3
+        label = f"{str(dtype).removeprefix('torch.')} {n}x{cols}"
+        x, r, w, b = (randn(*s, dtype=dtype) for s in ((n, cols), (n, cols), (cols,), (cols,)))
+        yield f"softmax {label}", lambda x=x: backward(ak.softmax(x))
+        yield f"log_softmax {label}", lambda x=x: backward(ak.log_softmax(x))
+        yield f"layer_norm {label}", lambda x=x, w=w, b=b, c=cols: backward(ak.layer_norm(x, (c,), w, b))
+        yield f"rms_norm {label}", lambda x=x, w=w, c=cols: backward(ak.rms_norm(x, (c,), w))
+        yield (
+            f"layer_norm + residual {label}",
+            lambda x=x, r=r, w=w, b=b, c=cols: backward(ak.layer_norm(x, (c,), w, b, residual=r)),
+        )
+        yield (
+            f"rms_norm + residual {label}",
+            lambda x=x, r=r, w=w, c=cols: backward(ak.rms_norm(x, (c,), w, residual=r)),
+        )
+    for dtype in (BF16, F32):
+        x = randn(3, 200, 70, dtype=dtype)
+        yield f"softmax dim=1 {dtype}", lambda x=x: backward(ak.softmax(x, 1))
+        x = randn(2, 2, 65, 130, dtype=dtype)
+        keep = torch.rand(65, 130, device="cuda") > 0.3
+        yield f"softmax causal {dtype}", lambda x=x: backward(ak.softmax(x, causal=True))
+        yield f"softmax mask {dtype}", lambda x=x, m=keep: backward(ak.softmax(x, scale=0.5, mask=m))
+        offset = randn(37 * 1001 + 1, dtype=dtype, grad=False)[1:].view(37, 1001).requires_grad_()
+        w = randn(1001, dtype=F32)
+        yield f"softmax misaligned {dtype}", lambda x=offset: backward(ak.softmax(x))
+        yield f"rms_norm misaligned {dtype}", lambda x=offset, w=w: backward(ak.rms_norm(x, (1001,), w))
+        yield f"layer_norm misaligned {dtype}", lambda x=offset, w=w: backward(ak.layer_norm(x, (1001,), w, w))
+
+
+GEMM_SHAPES = [(1, 64, 256), (3, 17, 40), (70, 136, 520), (150, 264, 768), (300, 520, 1032), (257, 384, 200)]
+
+
+def policies(dtype: torch.dtype) -> list[str]:
+    return ["fp32", "fp32/128", *(["fp16", "fp16/64"] if dtype == F16 else [])]
+
+
+def gemm() -> Iterator[tuple[str, Callable[[], None]]]:
+    for dtype, (m, n, k), activation in itertools.product((BF16, F16), GEMM_SHAPES, (None, "gelu")):
+        for policy in policies(dtype):
+            x, w, b = randn(m, k, dtype=dtype), randn(n, k, dtype=dtype), randn(n, dtype=F32)
+            yield (
+                f"linear {dtype} {m}x{n}x{k} {activation} {policy}",
+                lambda x=x, w=w, b=b, a=activation, p=policy: backward(ak.linear(x, w, b, activation=a, accumulate=p)),
+            )
+
+
+def gated() -> Iterator[tuple[str, Callable[[], None]]]:
+    for dtype, (m, n, k) in itertools.product((BF16, F16), GEMM_SHAPES):
+        for policy in policies(dtype):
+            x, w, b = randn(m, k, dtype=dtype), randn(2 * n, k, dtype=dtype), randn(2 * n, dtype=dtype)
+            yield (
+                f"gated_linear {dtype} {m}x{n}x{k} {policy}",
+                lambda x=x, w=w, b=b, p=policy: backward(ak.gated_linear(x, w, b, accumulate=p)),
+            )
+
+
+def mlp() -> Iterator[tuple[str, Callable[[], None]]]:
+    for dtype, (m, n, k) in itertools.product((BF16, F16), GEMM_SHAPES[2:]):
+        for policy in policies(dtype)[:2]:
+            x, w1, b1 = randn(m, k, dtype=dtype), randn(n, k, dtype=dtype), randn(n, dtype=F32)
+            w2, b2 = randn(k, n, dtype=dtype), randn(k, dtype=F32)
+            yield (
+                f"mlp {dtype} {m}x{n}x{k} {policy}",
+                lambda a=(x, w1, b1, w2, b2), p=policy: backward(ak.mlp(*a, accumulate=p)),
+            )
+
+
+PARTS = {"rows": rows, "gemm": gemm, "gated": gated, "mlp": mlp}
+
+
+def main(names: list[str]) -> None:
+    if unknown := set(names) - set(PARTS):
+        sys.exit(f"unknown part {', '.join(sorted(unknown))}: one of {', '.join(PARTS)}")
+    torch.manual_seed(0)
+    count = 0
+    for name in names or PARTS:
+        for label, call in PARTS[name]():
+            print(label, flush=True)
+            call()
+            count += 1
+    print(f"{count} calls, forward and backward")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
