@@ -97,7 +97,6 @@ AK_INLINE f32x16 round_sum(const i32x16& products, const i32x16& c, const i32x16
   const f32x16 high = __builtin_convertvector(i32x16(kept >> 8), f32x16);
   const f32x16 low = __builtin_convertvector(i32x16(kept & 0xffu), f32x16);
   f32x16 f = high * 256.0f + low;  // exact: 24 bits
-  const u32x16 sign = u32x16((negative_products ^ flipped) & (magnitude != 0u)) & 0x80000000u;
   const f32x16 unit = f32x16((e + (127 - kFraction)) << 23);
   if constexpr (kHalf) {
     // Round to odd, then to 11 bits (fewer below 2^-14) by adding a number whose last place is the result's.
@@ -110,6 +109,7 @@ AK_INLINE f32x16 round_sum(const i32x16& products, const i32x16& c, const i32x16
   } else {
     f = f * unit;
   }
+  const u32x16 sign = u32x16((negative_products ^ flipped) & (f != 0.0f)) & 0x80000000u;  // a zero is +0
   return f32x16(u32x16(f) | sign);
 }
 

@@ -4,7 +4,6 @@
 //   nvcc -std=c++20 -O2 -fmad=false -Xcompiler=-ffp-contract=off,-mfma -Icsrc/include
 //        -gencode=arch=compute_90a,code=sm_90a -o device_bits tests/native/device_bits.cu && ./device_bits
 //
-// The checks marked "open" say what the hardware does where docs/numerics.md does not know yet; they fail nothing.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -167,7 +166,7 @@ int check_step(Data data, int arch) {
 
   const TensorCoreRule rule = tensor_core_rule(arch);
   const DType accumulator = kHalf ? DType::kFloat16 : DType::kFloat32;
-  int zeros = 0, overflows = 0, wrong = 0, shown = 0, nan_bits = 0;
+  int wrong = 0, shown = 0, nan_bits = 0, infinite = 0;
   for (int i = 0; i < kTiles * 128; ++i) {
     float x[16], y[16];
     for (int k = 0; k < 16; ++k) {
@@ -178,22 +177,16 @@ int check_step(Data data, int arch) {
     for (int k = 0; k < 16; k += rule.count)
       expected = tensor_core_step(rule, dtype_of<T>::value, accumulator, expected, x + k, y + k);
     nan_bits += !kHalf && d[i] != d[i] && bit_cast<uint32_t>(d[i]) != 0x7fffffffu;
+    infinite += std::isinf(expected);
     if (same(expected, d[i])) continue;
-    if (expected == 0 && d[i] == 0)
-      ++zeros;
-    else if (std::fabs(expected) > 3.0e38f || std::fabs(d[i]) > 3.0e38f)
-      ++overflows;
-    else
-      ++wrong;
+    ++wrong;
     if (shown++ < 2)
       std::printf("    expected %.9g (%08x), got %.9g (%08x), c %.9g\n", expected, bit_cast<uint32_t>(expected), d[i],
                   bit_cast<uint32_t>(d[i]), c[i]);
   }
-  std::printf(
-      "step %s, %s accumulator, %-10s %d wrong; open: %d signs of zero, %d near or past the largest fp32; "
-      "%d NaNs other than 7fffffff; of %d\n",
-      bf16 ? "bf16" : "fp16", kHalf ? "fp16" : "fp32", kDataNames[int(data)], wrong, zeros, overflows, nan_bits,
-      kTiles * 128);
+  std::printf("step %s, %s accumulator, %-10s %d wrong (%d infinite), %d NaNs other than 7fffffff, of %d\n",
+              bf16 ? "bf16" : "fp16", kHalf ? "fp16" : "fp32", kDataNames[int(data)], wrong, infinite, nan_bits,
+              kTiles * 128);
   return wrong != 0;
 }
 

@@ -7,14 +7,13 @@
 //       exponent field's: a subnormal counts with the smallest normal exponent, and a product with a significand of 2
 //       or more with the sum of the exponents;
 //   every product and c are truncated toward zero to a multiple of 2^(e - fraction_bits) and added exactly;
-//   the sum is truncated toward zero to fp32, or rounded to nearest even to fp16. A sum of zero is +0.
+//   the sum is truncated toward zero to fp32, or rounded to nearest even to fp16. A result of zero is +0, also where
+//   the sum was negative; a finite sum of 2^128 and more gives infinity.
 // Infinities and NaN follow IEEE-754; a NaN comes out as 0x7fffffff (fp32) or 0x7fff (fp16).
 //
 //   arch  fraction_bits  count                          status
 //   90    25             16                             checked on an H200: wgmma and mma.sync, bf16 and fp16
 //   80    24             8, so that k16 is two steps    published for A100, not checked here
-//
-// A finite sum of 2^128 and more gives infinity here; what a GPU gives is not pinned down yet.
 #pragma once
 
 #include <cmath>
@@ -70,11 +69,16 @@ inline float tensor_core_step(TensorCoreRule rule, DType operands, DType accumul
   // At most 17 terms below 2^27 in units: exact in a double.
   for (int i = 0; i < rule.count; ++i) sum += std::trunc(double(a[i]) * double(b[i * b_stride]) * inverse);
   sum = (sum + std::trunc(double(c) * inverse)) * unit;
-  if (sum == 0) return 0.0f;
-  if (accumulator == DType::kFloat16) return to_float(round_to<half_t>(sum));
-  if (std::fabs(sum) >= 0x1p128) return sum > 0 ? INFINITY : -INFINITY;
-  const float nearest = float(sum);
-  return std::fabs(double(nearest)) > std::fabs(sum) ? bit_cast<float>(bit_cast<uint32_t>(nearest) - 1) : nearest;
+  float result = 0;
+  if (accumulator == DType::kFloat16) {
+    result = to_float(round_to<half_t>(sum));
+  } else if (std::fabs(sum) >= 0x1p128) {
+    result = sum > 0 ? INFINITY : -INFINITY;
+  } else {
+    result = float(sum);
+    if (std::fabs(double(result)) > std::fabs(sum)) result = bit_cast<float>(bit_cast<uint32_t>(result) - 1);
+  }
+  return result == 0 ? 0.0f : result;
 }
 
 }  // namespace ampkernels
