@@ -32,7 +32,10 @@ def backward(y: Tensor | tuple[Tensor, ...]) -> None:
             sys.exit("a result is not finite")
 
 
-def rows() -> Iterator[tuple[str, Callable[[], None]]]:
+Call = tuple[str, Callable[..., Tensor | tuple[Tensor, Tensor]], tuple[object, ...], dict[str, object]]
+
+
+def rows() -> Iterator[Call]:
     # Row lengths of every tier: rows per warp, warp, CTA, cluster of 2 and 16, streaming; odd ones beside even ones.
     lengths = [1, 7, 64, 1000, 1024, 4096, 4099, 20000, 40000, 131072, 300001]
     for dtype, cols in itertools.product((BF16, F16, F32, F64), lengths):
@@ -41,30 +44,23 @@ def rows() -> Iterator[tuple[str, Callable[[], None]]]:
         n = 37 if cols < 5000 else 3
         label = f"{str(dtype).removeprefix('torch.')} {n}x{cols}"
         x, r, w, b = (randn(*s, dtype=dtype) for s in ((n, cols), (n, cols), (cols,), (cols,)))
-        yield f"softmax {label}", lambda x=x: backward(ak.softmax(x))
-        yield f"log_softmax {label}", lambda x=x: backward(ak.log_softmax(x))
-        yield f"layer_norm {label}", lambda x=x, w=w, b=b, c=cols: backward(ak.layer_norm(x, (c,), w, b))
-        yield f"rms_norm {label}", lambda x=x, w=w, c=cols: backward(ak.rms_norm(x, (c,), w))
-        yield (
-            f"layer_norm + residual {label}",
-            lambda x=x, r=r, w=w, b=b, c=cols: backward(ak.layer_norm(x, (c,), w, b, residual=r)),
-        )
-        yield (
-            f"rms_norm + residual {label}",
-            lambda x=x, r=r, w=w, c=cols: backward(ak.rms_norm(x, (c,), w, residual=r)),
-        )
+        yield f"softmax {label}", ak.softmax, (x,), {}
+        yield f"log_softmax {label}", ak.log_softmax, (x,), {}
+        yield f"layer_norm {label}", ak.layer_norm, (x, (cols,), w, b), {}
+        yield f"rms_norm {label}", ak.rms_norm, (x, (cols,), w), {}
+        yield f"layer_norm + residual {label}", ak.layer_norm, (x, (cols,), w, b), {"residual": r}
+        yield f"rms_norm + residual {label}", ak.rms_norm, (x, (cols,), w), {"residual": r}
     for dtype in (BF16, F32):
-        x = randn(3, 200, 70, dtype=dtype)
-        yield f"softmax dim=1 {dtype}", lambda x=x: backward(ak.softmax(x, 1))
+        yield f"softmax dim=1 {dtype}", ak.softmax, (randn(3, 200, 70, dtype=dtype), 1), {}
         x = randn(2, 2, 65, 130, dtype=dtype)
         keep = torch.rand(65, 130, device="cuda") > 0.3
-        yield f"softmax causal {dtype}", lambda x=x: backward(ak.softmax(x, causal=True))
-        yield f"softmax mask {dtype}", lambda x=x, m=keep: backward(ak.softmax(x, scale=0.5, mask=m))
+        yield f"softmax causal {dtype}", ak.softmax, (x,), {"causal": True}
+        yield f"softmax mask {dtype}", ak.softmax, (x,), {"scale": 0.5, "mask": keep}
         offset = randn(37 * 1001 + 1, dtype=dtype, grad=False)[1:].view(37, 1001).requires_grad_()
         w = randn(1001, dtype=F32)
-        yield f"softmax misaligned {dtype}", lambda x=offset: backward(ak.softmax(x))
-        yield f"rms_norm misaligned {dtype}", lambda x=offset, w=w: backward(ak.rms_norm(x, (1001,), w))
-        yield f"layer_norm misaligned {dtype}", lambda x=offset, w=w: backward(ak.layer_norm(x, (1001,), w, w))
+        yield f"softmax misaligned {dtype}", ak.softmax, (offset,), {}
+        yield f"rms_norm misaligned {dtype}", ak.rms_norm, (offset, (1001,), w), {}
+        yield f"layer_norm misaligned {dtype}", ak.layer_norm, (offset, (1001,), w, w), {}
 
 
 GEMM_SHAPES = [(1, 64, 256), (3, 17, 40), (70, 136, 520), (150, 264, 768), (300, 520, 1032), (257, 384, 200)]
@@ -74,35 +70,27 @@ def policies(dtype: torch.dtype) -> list[str]:
     return ["fp32", "fp32/128", *(["fp16", "fp16/64"] if dtype == F16 else [])]
 
 
-def gemm() -> Iterator[tuple[str, Callable[[], None]]]:
+def gemm() -> Iterator[Call]:
     for dtype, (m, n, k), activation in itertools.product((BF16, F16), GEMM_SHAPES, (None, "gelu")):
         for policy in policies(dtype):
             x, w, b = randn(m, k, dtype=dtype), randn(n, k, dtype=dtype), randn(n, dtype=F32)
-            yield (
-                f"linear {dtype} {m}x{n}x{k} {activation} {policy}",
-                lambda x=x, w=w, b=b, a=activation, p=policy: backward(ak.linear(x, w, b, activation=a, accumulate=p)),
-            )
+            label = f"linear {dtype} {m}x{n}x{k} {activation} {policy}"
+            yield label, ak.linear, (x, w, b), {"activation": activation, "accumulate": policy}
 
 
-def gated() -> Iterator[tuple[str, Callable[[], None]]]:
+def gated() -> Iterator[Call]:
     for dtype, (m, n, k) in itertools.product((BF16, F16), GEMM_SHAPES):
         for policy in policies(dtype):
             x, w, b = randn(m, k, dtype=dtype), randn(2 * n, k, dtype=dtype), randn(2 * n, dtype=dtype)
-            yield (
-                f"gated_linear {dtype} {m}x{n}x{k} {policy}",
-                lambda x=x, w=w, b=b, p=policy: backward(ak.gated_linear(x, w, b, accumulate=p)),
-            )
+            yield f"gated_linear {dtype} {m}x{n}x{k} {policy}", ak.gated_linear, (x, w, b), {"accumulate": policy}
 
 
-def mlp() -> Iterator[tuple[str, Callable[[], None]]]:
+def mlp() -> Iterator[Call]:
     for dtype, (m, n, k) in itertools.product((BF16, F16), GEMM_SHAPES[2:]):
         for policy in policies(dtype)[:2]:
             x, w1, b1 = randn(m, k, dtype=dtype), randn(n, k, dtype=dtype), randn(n, dtype=F32)
             w2, b2 = randn(k, n, dtype=dtype), randn(k, dtype=F32)
-            yield (
-                f"mlp {dtype} {m}x{n}x{k} {policy}",
-                lambda a=(x, w1, b1, w2, b2), p=policy: backward(ak.mlp(*a, accumulate=p)),
-            )
+            yield f"mlp {dtype} {m}x{n}x{k} {policy}", ak.mlp, (x, w1, b1, w2, b2), {"accumulate": policy}
 
 
 PARTS = {"rows": rows, "gemm": gemm, "gated": gated, "mlp": mlp}
@@ -114,9 +102,9 @@ def main(names: list[str]) -> None:
     torch.manual_seed(0)
     count = 0
     for name in names or PARTS:
-        for label, call in PARTS[name]():
+        for label, function, args, options in PARTS[name]():
             print(label, flush=True)
-            call()
+            backward(function(*args, **options))
             count += 1
     print(f"{count} calls, forward and backward")
 

@@ -1,0 +1,155 @@
+"""Random GEMMs under policies with a chunk: are the bits those of another run, batch, kernel and device?
+
+    python -m ampkernels.numerics.fuzz --cases 10000 --device cuda
+
+Each case draws an op, dtype, policy, shape, activation, bias, output dtype and data, and computes y, dx, dw and dbias.
+Compared with them, bit by bit:
+
+- run: the same call once more (y, dx, dw, dbias);
+- rows: a part of the batch, and one row of it (y, dx);
+- path: operands one element off their alignment, which another kernel computes where the first used TMA (y, dx, dw);
+- cpu: the same call on the CPU, where the device is not it (y, dx, dw).
+
+Exits with 1 if a bit differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .. import functional
+from .._ops import ACTIVATIONS
+from .data import generate
+from .golden import Outputs
+from .invariance import Difference, compare_bits
+
+POLICIES = {
+    torch.bfloat16: ("fp32/128", "fp32/256", "fp32/512", "fp32/1024"),
+    torch.float16: ("fp32/128", "fp32/512", "fp16/64", "fp16/128", "fp16/512"),
+}
+GATES = ("silu", "gelu", "gelu_tanh", "relu", "sigmoid")
+
+
+@dataclass
+class Case:
+    op: str
+    dtype: torch.dtype
+    policy: str
+    shape: tuple[int, int, int]
+    activation: str | None
+    out_dtype: torch.dtype
+    x: Tensor
+    w: Tensor
+    bias: Tensor | None
+    dy: Tensor
+
+    def __str__(self) -> str:
+        m, n, k = self.shape
+        bias = "no bias" if self.bias is None else f"bias {self.bias.dtype}"
+        return f"{self.op} {self.dtype} {self.policy} m{m} n{n} k{k} {self.activation} {bias} -> {self.out_dtype}"
+
+    def run(self, device: str, rows: slice = slice(None), *, misaligned: bool = False) -> Outputs:
+        place = one_element_off if misaligned else torch.Tensor.clone
+        x, w = (place(t.to(device)).requires_grad_() for t in (self.x[rows], self.w))
+        bias = None if self.bias is None else self.bias.to(device).requires_grad_()
+        function = getattr(functional, self.op)
+        y = function(x, w, bias, activation=self.activation, accumulate=self.policy, out_dtype=self.out_dtype)
+        y.backward(self.dy[rows].to(device, y.dtype))
+        grads = {"dx": x.grad, "dw": w.grad, "dbias": None if bias is None else bias.grad}
+        return {"y": y, **{key: g for key, g in grads.items() if g is not None}}
+
+
+def one_element_off(t: Tensor) -> Tensor:
+    buffer = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)
+    return buffer[1:].view(t.shape).copy_(t)
+
+
+def draw(choose: random.Random) -> Case:
+    dtype = choose.choice(list(POLICIES))
+    op = choose.choice(("linear", "linear", "gated_linear"))
+
+    def size(most: int) -> int:
+        return choose.choice((choose.randint(1, most), 8 * choose.randint(1, most // 8)))
+
+    m, n, k = size(choose.choice((4, 64, 200)) * 2), size(200), size(choose.choice((64, 600, 2000)))
+    kind = choose.choice(("normal", "normal", "uniform", "wide" if dtype == torch.bfloat16 else "normal"))
+    features, seed = (2 * n if op == "gated_linear" else n), choose.randrange(2**31)
+    bias_dtype = choose.choice((None, torch.float32, dtype))
+    return Case(
+        op,
+        dtype,
+        choose.choice(POLICIES[dtype]),
+        (m, n, k),
+        choose.choice(GATES if op == "gated_linear" else ACTIVATIONS),
+        choose.choice((dtype, dtype, torch.float32)),
+        generate(kind, (m, k), dtype, seed),
+        generate(kind, (features, k), dtype, seed + 1),
+        None if bias_dtype is None else generate("normal", (features,), bias_dtype, seed + 2),
+        generate("normal", (m, n), dtype, seed + 3),
+    )
+
+
+@dataclass
+class Tally:
+    comparisons: int = 0
+    elements: int = 0
+    differing: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def add(self, case: Case, found: Difference) -> None:
+        self.comparisons += 1
+        self.elements += found.count
+        self.differing += found.differing
+        if found and len(self.examples) < 5:
+            self.examples.append(f"{case}: {found}")
+
+
+def compare(case: Case, device: str, choose: random.Random, tallies: dict[str, Tally]) -> None:
+    whole = case.run(device)
+
+    def tally(kind: str, other: Outputs, keys: tuple[str, ...], rows: slice = slice(None)) -> None:
+        for key in keys:
+            if key in whole:
+                expected = whole[key][rows] if key in ("y", "dx") else whole[key]
+                tallies[kind].add(case, compare_bits(other[key].to(expected.device), expected, f"{kind} {key} {rows}"))
+
+    m = case.shape[0]
+    begin = choose.randrange(m)
+    tally("run", case.run(device), ("y", "dx", "dw", "dbias"))
+    for part in (slice(begin, begin + 1), slice(begin, choose.randint(begin + 1, m))):
+        tally("rows", case.run(device, part), ("y", "dx"), part)
+    tally("path", case.run(device, misaligned=True), ("y", "dx", "dw"))
+    if torch.device(device).type != "cpu":
+        tally("cpu", case.run("cpu"), ("y", "dx", "dw"))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m ampkernels.numerics.fuzz", description=__doc__.split("\n")[0])
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args(argv)
+    choose = random.Random(args.seed)
+    tallies = {kind: Tally() for kind in ("run", "rows", "path", "cpu")}
+    for i in range(args.cases):
+        compare(draw(choose), args.device, choose, tallies)
+        if sys.stderr.isatty() and i % 20 == 0:
+            print(f"\r{i} of {args.cases} cases", end="", file=sys.stderr)
+    differing = 0
+    for kind, t in tallies.items():
+        print(f"{kind:<5}{t.comparisons:>8} comparisons {t.elements:>12} elements {t.differing:>8} with other bits")
+        differing += t.differing
+        for example in t.examples:
+            print(f"     {example}")
+    print(f"{args.cases} cases, seed {args.seed}, {args.device}: {differing} differing bit patterns")
+    return 1 if differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
