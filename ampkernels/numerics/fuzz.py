@@ -7,7 +7,8 @@ Compared with them, bit by bit:
 
 - run: the same call once more (y, dx, dw, dbias);
 - rows: a part of the batch, and one row of it (y, dx);
-- path: operands one element off their alignment, which another kernel computes where the first used TMA (y, dx, dw);
+- layout: operands one element off their alignment (y, dx, dw);
+- path: mma.sync where WGMMA is what is used, on CUDA (y, dx, dw);
 - cpu: the same call on the CPU, where the device is not it (y, dx, dw).
 
 Exits with 1 if a bit differs.
@@ -70,6 +71,16 @@ def one_element_off(t: Tensor) -> Tensor:
     return buffer[1:].view(t.shape).copy_(t)
 
 
+def by_mma_sync(case: Case, device: str) -> Outputs:
+    set_path = torch.ops.ampkernels.set_gemm_path
+    if not set_path("sm80"):
+        raise RuntimeError("this build has no mma.sync kernels")
+    try:
+        return case.run(device)
+    finally:
+        set_path("auto")
+
+
 def draw(choose: random.Random) -> Case:
     dtype = choose.choice(list(POLICIES))
     op = choose.choice(("linear", "linear", "gated_linear"))
@@ -124,8 +135,9 @@ def compare(case: Case, device: str, choose: random.Random, tallies: dict[str, T
     tally("run", case.run(device), ("y", "dx", "dw", "dbias"))
     for part in (slice(begin, begin + 1), slice(begin, choose.randint(begin + 1, m))):
         tally("rows", case.run(device, part), ("y", "dx"), part)
-    tally("path", case.run(device, misaligned=True), ("y", "dx", "dw"))
+    tally("layout", case.run(device, misaligned=True), ("y", "dx", "dw"))
     if torch.device(device).type != "cpu":
+        tally("path", by_mma_sync(case, device), ("y", "dx", "dw"))
         tally("cpu", case.run("cpu"), ("y", "dx", "dw"))
 
 
@@ -136,14 +148,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     choose = random.Random(args.seed)
-    tallies = {kind: Tally() for kind in ("run", "rows", "path", "cpu")}
+    tallies = {kind: Tally() for kind in ("run", "rows", "layout", "path", "cpu")}
     for i in range(args.cases):
         compare(draw(choose), args.device, choose, tallies)
         if sys.stderr.isatty() and i % 20 == 0:
             print(f"\r{i} of {args.cases} cases", end="", file=sys.stderr)
     differing = 0
     for kind, t in tallies.items():
-        print(f"{kind:<5}{t.comparisons:>8} comparisons {t.elements:>12} elements {t.differing:>8} with other bits")
+        print(f"{kind:<7}{t.comparisons:>8} comparisons {t.elements:>12} elements {t.differing:>8} with other bits")
         differing += t.differing
         for example in t.examples:
             print(f"     {example}")
