@@ -80,6 +80,14 @@ _ONEDNN_ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "sigmoid", "tanh")  # 
 _16_BIT = (torch.float16, torch.bfloat16)
 
 
+def _onednn_takes(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has kernels for a 16-bit dtype on this CPU (csrc/binding/linear.cpp asks the same)."""
+    if dtype not in _16_BIT:
+        return True
+    short = "fp16" if dtype == torch.float16 else "bf16"
+    return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{short}_supported")())
+
+
 def _linear(
     input: Tensor,
     weight: Tensor,
@@ -178,6 +186,10 @@ def _gemm_path(device: str, dtype: torch.dtype, policy: Accumulate, fused: bool)
         return "our tensor-core GEMM with the whole epilogue fused"
     if device == "cuda":
         return "cuBLAS (through ATen), then our epilogue kernel"
+    if device == "cpu" and not _onednn_takes(dtype):
+        return (
+            "oneDNN's linear in float32 on widened operands (no kernels for this dtype on this CPU), then our epilogue"
+        )
     if device == "cpu" and dtype != torch.float64:
         return "oneDNN's linear with the activation fused" if fused else "oneDNN's linear, then our epilogue"
     return "ATen's product, then our epilogue" if device == "cpu" else "shapes only"
@@ -242,7 +254,13 @@ def _gemm_rounding(
     sums = "fp64" if dtype == torch.float64 else str(policy)
     result.rounding.append(f"products exact, sums in {sums}" if dtype in _16_BIT else f"products and sums in {sums}")
     by_library = device == "cpu" and policy == FP32 and not (fused and activation in _ONEDNN_ACTIVATIONS)
-    if by_library and dtype in _16_BIT and result.dtypes["output"] == dtype and (activation or gated):
+    if (
+        by_library
+        and dtype in _16_BIT
+        and _onednn_takes(dtype)
+        and result.dtypes["output"] == dtype
+        and (activation or gated)
+    ):
         result.rounding.append(f"the pre-activation is rounded to {_short(dtype)} before the activation")
     result.rounding.append(f"bias and activation in {wide}, output rounded once to {_short(result.dtypes['output'])}")
     if training:

@@ -7,7 +7,16 @@ LOW = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # How a tensor lies: name -> function of a contiguous tensor, giving an equal tensor with other strides or offset.
-LAYOUTS = ("contiguous", "offset", "sliced_rows", "strided_cols", "transposed", "reversed_dims", "expanded")
+LAYOUTS = (
+    "contiguous",
+    "offset",
+    "sliced_rows",
+    "padded_rows",
+    "strided_cols",
+    "transposed",
+    "reversed_dims",
+    "expanded",
+)
 
 
 def lay(t: Tensor, layout: str) -> Tensor:
@@ -21,6 +30,9 @@ def lay(t: Tensor, layout: str) -> Tensor:
     if layout == "sliced_rows":  # a gap after every row, and an odd one
         buffer = t.new_full((*t.shape[:-1], t.shape[-1] + 3), poison)
         return buffer[..., 1 : t.shape[-1] + 1].copy_(t)
+    if layout == "padded_rows":  # a gap after every row, all rows on 16 bytes: what TMA can address
+        width = (t.shape[-1] + 15) // 8 * 8
+        return t.new_full((*t.shape[:-1], width), poison)[..., : t.shape[-1]].copy_(t)
     if layout == "strided_cols":
         buffer = t.new_full((*t.shape[:-1], 2 * t.shape[-1]), poison)
         return buffer[..., ::2].copy_(t)

@@ -103,10 +103,12 @@ def test_empty(device, dtype, activation, empty):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("which", ["input", "weight", "bias", "dy", "all"])
+@pytest.mark.parametrize("shape", [(33, 40, 24), (150, 77, 68)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=name)
-def test_layouts(device, dtype, which, layout):
-    x, w, b = make(33, 40, 24, dtype, device)
-    dy = randn(33, 24, dtype=dtype, device=device, seed=5)
+def test_layouts(device, dtype, shape, which, layout):
+    m, k, n = shape
+    x, w, b = make(m, k, n, dtype, device)
+    dy = randn(m, n, dtype=dtype, device=device, seed=5)
     if which in ("input", "all"):
         x = lay(x, layout)
     if which in ("weight", "all"):
@@ -225,7 +227,7 @@ def test_beyond_2_to_31_elements(cuda):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
-@pytest.mark.parametrize("shape", [(37, 48, 40), (5, 33, 17), (130, 64, 136)], ids=str)
+@pytest.mark.parametrize("shape", [(37, 48, 40), (5, 33, 17), (130, 64, 136), (150, 72, 132), (1, 16, 4)], ids=str)
 def test_gated(device, dtype, activation, shape):
     m, k, f = shape
     x, w, b = make(m, k, 2 * f, dtype, device, torch.float32)

@@ -7,7 +7,7 @@ Compared with them, bit by bit:
 
 - run: the same call once more (y, dx, dw, dbias);
 - rows: a part of the batch, and one row of it (y, dx);
-- layout: operands one element off their alignment (y, dx, dw);
+- layout: operands one element off their alignment, and with a gap of NaN behind each aligned row (y, dx, dw);
 - path: mma.sync where WGMMA is what is used, on CUDA (y, dx, dw);
 - cpu: the same call on the CPU, where the device is not it (y, dx, dw).
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -55,8 +56,9 @@ class Case:
         bias = "no bias" if self.bias is None else f"bias {self.bias.dtype}"
         return f"{self.op} {self.dtype} {self.policy} m{m} n{n} k{k} {self.activation} {bias} -> {self.out_dtype}"
 
-    def run(self, device: str, rows: slice = slice(None), *, misaligned: bool = False) -> Outputs:
-        place = one_element_off if misaligned else torch.Tensor.clone
+    def run(
+        self, device: str, rows: slice = slice(None), place: Callable[[Tensor], Tensor] = torch.Tensor.clone
+    ) -> Outputs:
         x, w = (place(t.to(device)).requires_grad_() for t in (self.x[rows], self.w))
         bias = None if self.bias is None else self.bias.to(device).requires_grad_()
         function = getattr(functional, self.op)
@@ -69,6 +71,11 @@ class Case:
 def one_element_off(t: Tensor) -> Tensor:
     buffer = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)
     return buffer[1:].view(t.shape).copy_(t)
+
+
+def padded(t: Tensor) -> Tensor:
+    buffer = torch.full((t.shape[0], (t.shape[1] + 15) // 8 * 8), torch.nan, dtype=t.dtype, device=t.device)
+    return buffer[:, : t.shape[1]].copy_(t)
 
 
 def by_mma_sync(case: Case, device: str) -> Outputs:
@@ -135,7 +142,8 @@ def compare(case: Case, device: str, choose: random.Random, tallies: dict[str, T
     tally("run", case.run(device), ("y", "dx", "dw", "dbias"))
     for part in (slice(begin, begin + 1), slice(begin, choose.randint(begin + 1, m))):
         tally("rows", case.run(device, part), ("y", "dx"), part)
-    tally("layout", case.run(device, misaligned=True), ("y", "dx", "dw"))
+    for place in (one_element_off, padded):
+        tally("layout", case.run(device, place=place), ("y", "dx", "dw"))
     if torch.device(device).type != "cpu":
         tally("path", by_mma_sync(case, device), ("y", "dx", "dw"))
         tally("cpu", case.run("cpu"), ("y", "dx", "dw"))

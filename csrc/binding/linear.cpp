@@ -104,6 +104,19 @@ LinearPointwise onednn_linear() {
   return function;
 }
 
+// Whether oneDNN has kernels for the dtype on this CPU: fp16 takes AVX512-FP16 or AMX-FP16, bf16 AVX-512.
+bool onednn_takes(ScalarType dtype) {
+  const auto ask = [](const char* op) {
+    std::array<StableIValue, 1> stack{};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION));
+    return torch::stable::detail::to<bool>(stack[0]);
+  };
+  if (!onednn_linear() || dtype == ScalarType::Double) return false;
+  static const bool fp16 = ask("mkldnn::_is_mkldnn_fp16_supported");
+  static const bool bf16 = ask("mkldnn::_is_mkldnn_bf16_supported");
+  return dtype == ScalarType::Half ? fp16 : dtype == ScalarType::BFloat16 ? bf16 : true;
+}
+
 // oneDNN's name for an activation that it computes as we promise to: in fp32, NaN kept. (Its relu turns NaN into 0.)
 struct OnednnActivation {
   const char* attr;
@@ -149,16 +162,16 @@ LinearResult linear_by_library(const Tensor& input, const Tensor& weight, const 
                                bool gated, ScalarType out_dtype, bool save_pre) {
   const ScalarType dtype = input.scalar_type();
   const int64_t m = input.size(0), n = weight.size(0);
-  // Another output dtype than the operands': they are widened (exact), so that nothing is rounded on the way.
-  if (is_16bit(dtype) && out_dtype != dtype) {
+  // Another output dtype than the operands', or one that the CPU's library has no kernels for: the operands are widened
+  // (exact), so that nothing is rounded on the way.
+  if (is_16bit(dtype) && (out_dtype != dtype || (input.is_cpu() && onednn_linear() && !onednn_takes(dtype)))) {
     auto r =
         linear_by_library(torch::stable::to(input, ScalarType::Float), torch::stable::to(weight, ScalarType::Float),
                           bias, activation, gated, out_dtype, save_pre);
     r.pre = save_pre ? torch::stable::to(r.pre, dtype) : not_wanted(input, dtype);
     return r;
   }
-  const bool by_onednn =
-      input.is_cpu() && dtype != ScalarType::Double && onednn_linear() && m > 0 && n > 0 && input.size(1) > 0;
+  const bool by_onednn = input.is_cpu() && onednn_takes(dtype) && m > 0 && n > 0 && input.size(1) > 0;
   if (by_onednn && !save_pre && !gated && out_dtype == dtype)
     if (const auto act = onednn_activation(activation))
       return {onednn(input, weight, bias, *act), not_wanted(input, dtype)};

@@ -118,7 +118,9 @@ bool operand_map(MapCache& cache, const GemmOperand& o, int64_t outer, int64_t k
 bool output(MapCache& cache, void* data, int64_t ld, int64_t rows, int64_t cols, int panel, bool half, Out90* out) {
   out->data = data;
   out->ld = ld;
-  out->tma = data != nullptr && tma_can_address(data, ld, rows, cols);
+  // A TMA store ends at a multiple of 16 bytes, not at the last column: what lies behind it there would be overwritten
+  // (the first columns of `up` behind `gate`, where F is an odd multiple of 4).
+  out->tma = data != nullptr && cols % 8 == 0 && tma_can_address(data, ld, rows, cols);
   return !out->tma || cache.get(MapKey{data, cols, rows, ld, panel, 64, half, panel == 32}, &out->map);
 }
 
