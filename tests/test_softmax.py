@@ -8,7 +8,7 @@ from bounds import assert_within, softmax_grad_bound
 from cases import DTYPES, LAYOUTS, LOW, lay, leaf, name, randn
 
 import ampkernels as ak
-from ampkernels import reference
+from ampkernels import _ops, reference
 
 # Every tier of row length and its edges, powers of two and not.
 LENGTHS = [
@@ -107,6 +107,58 @@ def test_layouts(device, dtype, shape, layout, which):
 @pytest.mark.parametrize("log", [False, True])
 def test_any_dim(device, dtype, dim, log):
     check(randn(3, 20, 5, 18, dtype=dtype, device=device), dim, log=log)
+
+
+def bits_of(x, dim, dy, log=False, **kw):
+    """y and dx over `dim`, moved to the end."""
+    ours = leaf(x)
+    y = ak.log_softmax(ours, dim, **kw) if log else ak.softmax(ours, dim, **kw)
+    y.backward(dy)
+    return y.detach().movedim(dim, -1), ours.grad.movedim(dim, -1)
+
+
+@pytest.mark.parametrize("length", [1, 7, 33, 300, 1000, 5000, 20000, 40000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("out_dtype", [None, torch.float32, torch.bfloat16], ids=["same", "float32", "bfloat16"])
+def test_a_row_has_its_bits_along_any_dim(device, dtype, length, out_dtype):
+    """(2, length, 17): 34 rows, adjacent 17 by 17, against the same rows made contiguous."""
+    shape, out = (2, length, 17), out_dtype or dtype
+    x, dy = randn(*shape, dtype=dtype, device=device, scale=3), randn(*shape, dtype=out, device=device, seed=4)
+    additive = randn(*shape, dtype=torch.float32, device=device, seed=5)
+    drop = randn(*shape, dtype=torch.float32, device=device, seed=6) < 0
+    drop[0, :, 3] = True  # an empty row
+    options = [
+        {},
+        {"log": True},
+        {"scale": -0.3},
+        {"mask": ~drop},
+        {"mask": additive.masked_fill(drop, -math.inf), "scale": 0.5},
+        {"mask": additive[:, :1].to(dtype)},
+    ]
+    for kw in options:
+        rows = {k: v.movedim(1, -1).contiguous() if isinstance(v, torch.Tensor) else v for k, v in kw.items()}
+        x_rows, dy_rows = x.movedim(1, -1).contiguous(), dy.movedim(1, -1).contiguous()
+        y, dx = bits_of(x, 1, dy, out_dtype=out_dtype, **kw)
+        expected_y, expected_dx = bits_of(x_rows, -1, dy_rows, out_dtype=out_dtype, **rows)
+        assert torch.equal(y, expected_y), (kw.keys(), "y")
+        assert torch.equal(dx, expected_dx), (kw.keys(), "dx")
+
+
+@pytest.mark.parametrize("shape", [(9, 7), (40, 33), (300, 300), (1100, 1000), (40, 20000)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
+def test_a_causal_row_has_its_bits_in_any_layout(device, dtype, shape, log):
+    """Rows that are adjacent in memory: x in forward, and y, which backward reads, too."""
+    x, dy = randn(*shape, dtype=dtype, device=device, scale=3), randn(*shape, dtype=dtype, device=device, seed=4)
+    y = _ops.softmax_fwd(x, 1, 0.5, None, True, log, dtype)
+    assert torch.equal(_ops.softmax_fwd(lay(x, "transposed"), 1, 0.5, None, True, log, dtype), y)
+    dx = _ops.softmax_bwd(dy, y, 1, 0.5, True, log, dtype)
+    for which in (
+        (lay(dy, "transposed"), y),
+        (dy, lay(y, "transposed")),
+        (lay(dy, "transposed"), lay(y, "transposed")),
+    ):
+        assert torch.equal(_ops.softmax_bwd(*which, 1, 0.5, True, log, dtype), dx)
 
 
 @pytest.mark.parametrize("dim", [0, 1])

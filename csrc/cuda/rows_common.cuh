@@ -84,19 +84,6 @@ __device__ __forceinline__ void exponentials(const RowExp<float>& row, bool prec
   }
 }
 
-struct Max {
-  template <typename C>
-  __device__ __forceinline__ C operator()(C a, C b) const {
-    return fmax(a, b);  // drops NaN: the sum of the exponentials brings it back
-  }
-};
-struct Sum {
-  template <typename C>
-  __device__ __forceinline__ C operator()(C a, C b) const {
-    return a + b;
-  }
-};
-
 // The sum (maximum) of V values as a tree: shorter chains, smaller error.
 template <int V, typename C, typename Op>
 __device__ __forceinline__ C tree(const C (&v)[V], Op op) {

@@ -1,10 +1,24 @@
-// The lanes that share a row, and how they agree on a sum or a maximum.
+// The lanes that share a row, and how they agree on a sum or a maximum: Team where they are neighbours, Columns where
+// each is in another warp. Both add in the same order.
 #pragma once
 
 #include "../plan/rows_plan.h"
 #include "rows_ptx.cuh"
 
 namespace ampkernels::cuda {
+
+struct Max {
+  template <typename C>
+  __device__ __forceinline__ C operator()(C a, C b) const {
+    return fmax(a, b);  // drops NaN: the sum of the exponentials brings it back
+  }
+};
+struct Sum {
+  template <typename C>
+  __device__ __forceinline__ C operator()(C a, C b) const {
+    return a + b;
+  }
+};
 
 struct TeamShape {
   int lanes;  // per CTA and row
@@ -129,5 +143,81 @@ struct Team {
   // The first vector and the step of this lane, with K vectors per lane.
   __device__ __forceinline__ int first(int vectors_per_lane) const { return rank * vectors_per_lane * lanes + lane; }
 };
+
+// Lane l of every warp works on row 32 * blockIdx.x + l, and a warp does for its 32 rows what a lane of each row's Team
+// would. A Team's butterflies add halves, then quarters, ... (a + b = b + a: all of its lanes get the bits of lane 0);
+// here a warp adds the value of the warp half the number above it, then a quarter, ..., through shared memory.
+//
+// A turn is 32 lanes, a warp of the Team: warp w stands for its lanes w and w + 16, the pair that a butterfly adds
+// first. A cluster's last butterfly runs over 32 lanes, of which lane i has added the sums of the Team's warps i,
+// i + 32, ...: here warp w keeps those of i = w and i = w + 16. A single CTA's last butterfly, over 16 lanes, is the
+// same tree with zeros beside it, which change no sum that started from +0.
+template <typename C>
+struct Columns {
+  static constexpr int kWarps = kRowsColumnsWarps;
+  static_assert(kWarps == 16);
+  int lanes, cluster;  // the Team's
+  int warps;           // of this CTA: a power of two
+  int lane, warp;
+  bool held;  // a warp stands for one lane: what it has loaded stays in registers
+  int round = 0;
+
+  __device__ __forceinline__ explicit Columns(const TeamShape& shape)
+      : lanes(shape.lanes),
+        cluster(shape.cluster),
+        warps(min(shape.lanes, kWarps)),
+        lane(int(threadIdx.x) & 31),
+        warp(int(threadIdx.x) >> 5),
+        held(shape.lanes <= kWarps) {}
+
+  // f(first vector) for each lane that this warp stands for, with K vectors per lane; end_turn() after each turn.
+  template <int K, typename F, typename G>
+  __device__ __forceinline__ void each(F&& f, G&& end_turn) const {
+#pragma unroll 1
+    for (int rank = 0; rank < cluster; ++rank)
+#pragma unroll 1
+      for (int t = warp; t < lanes; t += kWarps) {
+        f(rank * K * lanes + t);
+        if (lanes <= kWarps || (t & kWarps)) end_turn();
+      }
+  }
+  template <int K, typename F>
+  __device__ __forceinline__ void each(F&& f) const {
+    each<K>(f, [] {});
+  }
+
+  // Over the warps. Rounds alternate between two halves of shared memory, as Team's do.
+  template <typename Op>
+  __device__ __forceinline__ C reduce(C v, Op op) {
+    C* const values = reinterpret_cast<C*>(rows_shared) + (round++ & 1) * 32 * warps + lane;
+    values[32 * warp] = v;
+#pragma unroll 1
+    for (int half = warps >> 1; half > 0; half >>= 1) {
+      __syncthreads();
+      if (warp < half) values[32 * warp] = v = op(v, values[32 * (warp + half)]);
+    }
+    __syncthreads();
+    return values[0];
+  }
+
+  // The sum over the Team's lanes of partial(first vector).
+  template <int K, typename F>
+  __device__ __forceinline__ C sum(F&& partial) {
+    C pair = 0, turn_sum = 0, low = 0, high = 0;
+    int turn = 0;
+    each<K>([&](int first) { pair += partial(first); },
+            [&] {
+              turn_sum = reduce(pair, Sum{});
+              if (warp == (turn & 15)) (turn & 16 ? high : low) += turn_sum;
+              ++turn;
+              pair = 0;
+            });
+    if (lanes <= 32) return turn_sum;
+    return reduce(low + high, Sum{});
+  }
+};
+inline int columns_scratch_bytes(const RowsPlan& plan) {
+  return 2 * plan.cta_threads() * int(sizeof(float));
+}
 
 }  // namespace ampkernels::cuda

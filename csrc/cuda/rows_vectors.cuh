@@ -180,6 +180,25 @@ struct Vectors {
     }
   }
 
+  // The same element by element, all of it in flight at once: where the lanes of a warp read adjacent rows.
+  __device__ __forceinline__ void load_apart(const void* row, int64_t stride, int first, int step, int limit,
+                                             uint32_t keep = ~0u) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      const int begin = (first + k * step) * V, count = keep >> k & 1 ? limit - begin : 0;
+      const D* q = static_cast<const D*>(row) + begin * stride;
+#pragma unroll
+      for (int i = 0; i < P::kWords; ++i) pack[k].w[i] = 0;
+#pragma unroll
+      for (int e = 0; e < V; ++e) {
+        D v{};
+        if (e < count) v = *q;
+        pack[k].set(e, v);
+        q += stride;
+      }
+    }
+  }
+
   template <bool kAligned, Cache kCache = Cache::kStream>
   __device__ __forceinline__ void load_unit_stride(const void* row, int first, int step, int limit) {
     if constexpr (kAligned)
@@ -269,7 +288,8 @@ __device__ __forceinline__ void load_other(const void* row, DType dtype, int64_t
 
 // Rounds vector j of a row once and writes it; `limit` elements of the row exist. `lane` is the lane's place among
 // those of the row, `lanes` of them: lane - 1 holds vector j - 1. All lanes of the warp call it together; `shifted` is
-// the same for all of them: whether any of their rows starts off a unit.
+// the same for all of them: whether any of their rows starts off a unit. Lane 0 of 1: no neighbour holds the rest of a
+// unit.
 template <typename O, int V, typename C>
 __device__ __forceinline__ void store_vector(char* row, int64_t stride, int j, int limit, int lane, int lanes,
                                              bool shifted, const C (&v)[V]) {

@@ -2,9 +2,9 @@
 //
 // Layout. Resident tiers: y and dy stay in registers as they are stored, 64 bytes of each per thread, and are widened
 // twice; each is read once. Streaming tier: read again for the second pass; also where dy and y differ in dtype.
-// Columns tier: as forward. Synchronisation. One barrier (or cluster barrier) for the sum. Skipped reads. Columns past
-// the diagonal of a causal row. Rounding points. The products and the sum (fp32, or fp64 for fp64 rows), dy - sum, its
-// product with y and with scale; then dx once, to its dtype.
+// Columns tier: as forward, longer rows read twice. Synchronisation. One barrier (or cluster barrier) for the sum;
+// columns: one a halving. Skipped reads. Columns past the diagonal of a causal row. Rounding points. The products and
+// the sum (fp32, or fp64 for fp64 rows), dy - sum, its product with y and with scale; then dx once, to its dtype.
 #include "rows_common.cuh"
 
 namespace ampkernels::cuda {
@@ -22,6 +22,39 @@ __device__ __forceinline__ C term(C y, C dy, bool log) {
 template <typename C>
 __device__ __forceinline__ C gradient(C y, C dy, C sum, C scale, bool log) {
   return log ? fma(-exp_of(y), sum, dy) * scale : y * (dy - sum) * scale;
+}
+
+// What a lane adds to the row's sum.
+template <typename C, typename T, int V, int K>
+__device__ __forceinline__ C lane_sum(const Vectors<T, V, K>& y, const Vectors<T, V, K>& dy, bool log) {
+  C sum = 0;
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    C a[V], b[V];
+    y.get(k, a);
+    dy.get(k, b);
+#pragma unroll
+    for (int e = 0; e < V; ++e) a[e] = term(a[e], b[e], log);
+    sum += tree(a, Sum{});
+  }
+  return sum;
+}
+
+// A lane's part of dx; `limit` columns are kept of the `cols` that exist. `lane`, `lanes`: as store_vector's.
+template <typename T, int V, int K, typename C>
+__device__ __forceinline__ void store_gradient(const SoftmaxBwdParams& p, char* row, int first, int step, int limit,
+                                               int cols, int lane, int lanes, const Vectors<T, V, K>& y,
+                                               const Vectors<T, V, K>& dy, C sum) {
+  store_computed<T, V, K>(row, p.dx.dtype, p.dx.col_stride, first, step, cols, lane, lanes, [&](int k, C(&dx)[V]) {
+    C a[V], b[V];
+    y.get(k, a);
+    dy.get(k, b);
+#pragma unroll
+    for (int e = 0; e < V; ++e) dx[e] = gradient(a[e], b[e], sum, C(p.scale), p.log);
+    if (p.causal || p.log)  // padding is 0, and e^0 is not
+#pragma unroll
+      for (int e = 0; e < V; ++e) dx[e] = (first + k * step) * V + e < limit ? dx[e] : C(0);
+  });
 }
 
 // Unit-stride rows: the common case, and few instructions beside the arithmetic. kAligned: rows on 16 bytes, of whole
@@ -96,30 +129,12 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
   y.load(row_pointer(p.y, row), p.y.col_stride, first, step, limit);
   dy.load(row_pointer(p.dy, row), p.dy.col_stride, first, step, limit);
 
-  C sum[1] = {0};
-#pragma unroll
-  for (int k = 0; k < K; ++k) {
-    C a[V], b[V];
-    y.get(k, a);
-    dy.get(k, b);
-#pragma unroll
-    for (int e = 0; e < V; ++e) a[e] = term(a[e], b[e], p.log);
-    sum[0] += tree(a, Sum{});
-  }
+  C sum[1] = {lane_sum<C>(y, dy, p.log)};
   team.reduce(sum, Sum{}, C(0));
   y.forget(shape.zero);
   dy.forget(shape.zero);
-  store_computed<T, V, K>(row_pointer(p.dx, row), p.dx.dtype, p.dx.col_stride, first, step, active ? int(p.cols) : 0,
-                          team.lane, team.lanes, [&](int k, C(&dx)[V]) {
-                            C a[V], b[V];
-                            y.get(k, a);
-                            dy.get(k, b);
-#pragma unroll
-                            for (int e = 0; e < V; ++e) dx[e] = gradient(a[e], b[e], sum[0], C(p.scale), p.log);
-                            if (p.causal || p.log)  // padding is 0, and e^0 is not
-#pragma unroll
-                              for (int e = 0; e < V; ++e) dx[e] = (first + k * step) * V + e < limit ? dx[e] : C(0);
-                          });
+  store_gradient<T>(p, row_pointer(p.dx, row), first, step, limit, active ? int(p.cols) : 0, team.lane, team.lanes, y,
+                    dy, sum[0]);
 }
 
 template <typename T>
@@ -184,87 +199,40 @@ __global__ void __launch_bounds__(kRowsStreamingThreads)
   }
 }
 
-// Lane l of every warp works on row 32 * blockIdx.x + l; warp w takes columns w, w + warps, ...
+// Adjacent rows, a lane for each: the sums and the bits of the resident tiers (Columns).
 template <typename T>
-__global__ void __launch_bounds__(32 * kColumnsMaxWarps)
-    softmax_bwd_columns(const __grid_constant__ SoftmaxBwdParams p, const int warps) {
+__global__ void __launch_bounds__(32 * kRowsColumnsWarps, 1)
+    softmax_bwd_columns(const __grid_constant__ SoftmaxBwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
-  constexpr int E = kColumnsPerThread / 2;
-  __shared__ C scratch[kColumnsMaxWarps][33];
+  constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
   grid_launch_dependents();
   grid_dependency_wait();
 
-  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-  const int64_t row = int64_t(blockIdx.x) * 32 + lane;
-  const bool active = row < p.rows;
-  const int64_t at = active ? row : 0, kept = active ? kept_columns(p, row) : 0;
-  const char *y_row = row_pointer(p.y, at), *dy_row = row_pointer(p.dy, at);
+  Columns<C> team(shape);
+  const int64_t r = int64_t(blockIdx.x) * 32 + team.lane;
+  const bool active = r < p.rows;
+  const int64_t row = active ? r : 0;
+  const int limit = active ? int(kept_columns(p, row)) : 0, step = team.lanes;
 
-  C y[E], dy[E];
-  const auto read = [&](const char* p_row, DType dtype, int64_t stride, int64_t begin, C(&v)[E]) {
-    const auto fast = [&]<typename D>() {
-      const D* q = reinterpret_cast<const D*>(p_row) + (begin + warp) * stride;
-#pragma unroll
-      for (int e = 0; e < E; ++e) {
-        v[e] = begin + warp + e * warps < kept ? to_compute<C>(*q) : C(0);
-        q += warps * stride;
-      }
-    };
-    with_dtype<T>(dtype, fast, [&] {
-#pragma unroll 1
-      for (int i = 0; i < E; ++i) {
-        const int64_t c = begin + warp + i * warps;
-        const C value = c < kept ? load_as<C>(p_row, dtype, c * stride) : C(0);
-#pragma unroll
-        for (int e = 0; e < E; ++e) v[e] = e == i ? value : v[e];
-      }
-    });
+  const char *const y_row = row_pointer(p.y, row), *const dy_row = row_pointer(p.dy, row);
+  char* const dx_row = row_pointer(p.dx, row);
+
+  Vectors<T, V, K> y, dy;
+  const auto load = [&](int first) {
+    y.load_apart(y_row, p.y.col_stride, first, step, limit);
+    dy.load_apart(dy_row, p.dy.col_stride, first, step, limit);
   };
-
-  const int64_t tile = int64_t(E) * warps;
-  C sum = 0;
-#pragma unroll 1
-  for (int64_t begin = 0; begin < p.cols; begin += tile) {
-    read(y_row, p.y.dtype, p.y.col_stride, begin, y);
-    read(dy_row, p.dy.dtype, p.dy.col_stride, begin, dy);
-#pragma unroll
-    for (int e = 0; e < E; ++e) sum += term(y[e], dy[e], p.log);
-  }
-  scratch[warp][lane] = sum;
-  __syncthreads();
-  C total = 0;
-  for (int w = 0; w < warps; ++w) total += scratch[w][lane];
-
-  if (!active) return;
-  char* dx = row_pointer(p.dx, row);
-#pragma unroll 1
-  for (int64_t begin = 0; begin < p.cols; begin += tile) {
-    if (p.cols > tile) {
-      read(y_row, p.y.dtype, p.y.col_stride, begin, y);
-      read(dy_row, p.dy.dtype, p.dy.col_stride, begin, dy);
-    }
-#pragma unroll
-    for (int e = 0; e < E; ++e)
-      dy[e] = begin + warp + e * warps < kept ? gradient(y[e], dy[e], total, C(p.scale), p.log) : C(0);
-    const auto store = [&]<typename O>() {
-      O* q = reinterpret_cast<O*>(dx) + (begin + warp) * p.dx.col_stride;
-#pragma unroll
-      for (int e = 0; e < E; ++e) {
-        if (begin + warp + e * warps < p.cols) *q = round_to<O>(dy[e]);
-        q += warps * p.dx.col_stride;
-      }
-    };
-    with_dtype<T>(p.dx.dtype, store, [&] {
-#pragma unroll 1
-      for (int i = 0; i < E; ++i) {
-        C value = dy[0];
-#pragma unroll
-        for (int e = 0; e < E; ++e) value = e == i ? dy[e] : value;
-        const int64_t c = begin + warp + i * warps;
-        if (c < p.cols) store_as(dx, p.dx.dtype, c * p.dx.col_stride, value);
-      }
-    });
-  }
+  const auto partial = [&](int first) {
+    load(first);
+    return lane_sum<C>(y, dy, p.log);
+  };
+  const C sum = team.template sum<K>(partial);
+  y.forget(shape.zero);
+  dy.forget(shape.zero);
+  team.template each<K>([&](int first) {
+    if (!team.held) load(first);
+    store_gradient<T>(p, dx_row, first, step, limit, active ? int(p.cols) : 0, 0, 1, y, dy, sum);
+  });
 }
 
 }  // namespace
@@ -280,9 +248,10 @@ Status launch_softmax_bwd(const SoftmaxBwdParams& p, cudaStream_t stream) {
   const size_t scratch = size_t(team_scratch_bytes(shape, p.y.dtype == DType::kFloat64 ? 8 : 4));
   const int64_t ctas = (p.rows + plan.rows_per_cta - 1) / plan.rows_per_cta;
   return dispatch_row_dtype(p.y.dtype, [&]<typename T>() -> Status {
-    if (plan.tier == RowsTier::kColumns)
-      return launch_rows(softmax_bwd_columns<T>, device->arch, ctas, plan.cta_threads(), 1, 0, stream, p, plan.lanes);
-    if constexpr (sizeof(T) < 8)
+    if constexpr (sizeof(T) < 8) {
+      if (plan.tier == RowsTier::kColumns)
+        return launch_rows(softmax_bwd_columns<T>, device->arch, ctas, plan.cta_threads(), 1,
+                           columns_scratch_bytes(plan), stream, p, shape);
       if (plan.tier != RowsTier::kStreaming) {
         const auto launch = [&](auto kernel) {
           return launch_rows(kernel, device->arch, ctas, plan.cta_threads(), plan.cluster, scratch, stream, p, shape);
@@ -302,6 +271,7 @@ Status launch_softmax_bwd(const SoftmaxBwdParams& p, cudaStream_t stream) {
         }
         return launch(softmax_bwd_resident<T>);
       }
+    }
     return launch_rows(softmax_bwd_streaming<T>, device->arch, ctas, plan.cta_threads(), 1, scratch, stream, p, shape);
   });
 }

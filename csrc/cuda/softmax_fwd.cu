@@ -2,8 +2,9 @@
 //
 // Layout. Resident tiers: a row's scores live in registers, in the compute type, 32 registers per thread
 // (rows_common.cuh deals the vectors). Streaming tier: one CTA per row, online maximum and sum, then a second reading.
-// Columns tier: softmax over a dimension that is not the last; a lane per row keeps the accesses coalesced, the warps
-// of a CTA share the columns. Synchronisation. One barrier (or cluster barrier) for the maximum, one for the sum.
+// Columns tier: softmax over a dimension that is not the last; a lane per row keeps the accesses coalesced, and the
+// warps of a CTA add as the lanes of a resident row do (Columns); rows of more than 16 such lanes are read three times.
+// Synchronisation. One barrier (or cluster barrier) for the maximum, one for the sum; columns: one a halving.
 // Skipped reads. Columns past the diagonal of a causal row, and vectors whose mask drops all of their elements.
 // Rounding points. s once (one fma), s - max, e^, the sum (fp32, or fp64 for fp64 rows), 1 / sum and the product; then
 // y once, to its dtype.
@@ -43,7 +44,8 @@ __device__ __forceinline__ C score(C x, C scale, C add, C& largest) {
 }
 
 // The scores of this lane's vectors among `limit` columns that start at column `begin` of the row; -inf elsewhere.
-template <typename T, bool kMasked, int K, int V, typename C>
+// kApart: the lanes of the warp read adjacent rows.
+template <typename T, bool kMasked, bool kApart = false, int K, int V, typename C>
 __device__ __forceinline__ C load_scores(const SoftmaxFwdParams& p, int64_t row, int64_t begin, int first, int step,
                                          int limit, C (&s)[K][V]) {
   const C scale = C(p.scale);
@@ -89,7 +91,10 @@ __device__ __forceinline__ C load_scores(const SoftmaxFwdParams& p, int64_t row,
     }
   }
   Vectors<T, V, K> x;
-  x.load(row_pointer(p.x, row, begin), p.x.col_stride, first, step, limit, keep);
+  if constexpr (kApart)
+    x.load_apart(row_pointer(p.x, row, begin), p.x.col_stride, first, step, limit, keep);
+  else
+    x.load(row_pointer(p.x, row, begin), p.x.col_stride, first, step, limit, keep);
   C largest = minus_infinity<C>();
 #pragma unroll
   for (int k = 0; k < K; ++k) {
@@ -117,6 +122,26 @@ __device__ __forceinline__ C load_scores(const SoftmaxFwdParams& p, int64_t row,
   return largest;
 }
 
+// What a lane adds to the sum of its row's exponentials. For softmax itself they replace the scores.
+template <int K, int V, typename C>
+__device__ __forceinline__ C exponential_sum(const RowExp<C>& row_exp, bool log, bool precise, C (&s)[K][V]) {
+  C sum = 0;
+  if (log) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      C e[V];
+#pragma unroll
+      for (int i = 0; i < V; ++i) e[i] = row_exp.precise(s[k][i]);
+      sum += tree(e, Sum{});
+    }
+  } else {
+    exponentials(row_exp, precise, s);
+#pragma unroll
+    for (int k = 0; k < K; ++k) sum += tree(s[k], Sum{});
+  }
+  return sum;
+}
+
 // The end of every tier: from the row's maximum and sum to its results. Nothing kept: 0 (log: -inf).
 template <typename T, bool kMasked>
 struct Finish {
@@ -137,6 +162,14 @@ struct Finish {
   }
   __device__ __forceinline__ C from_score(C s) const {
     return log ? (s - max) - factor : RowExp<C>(max).precise(s) * factor;
+  }
+  // In place, from what exponential_sum leaves.
+  template <int K, int V>
+  __device__ __forceinline__ void apply(C (&s)[K][V]) const {
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+      for (int i = 0; i < V; ++i) s[k][i] = log ? (s[k][i] - max) - factor : s[k][i] * factor;
   }
 };
 
@@ -181,21 +214,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, kAligned ? 2 : 1)
   for (int k = 0; k < K; ++k) largest[0] = fmax(largest[0], tree(s[k], Max{}));
   team.reduce(largest, Max{}, minus_infinity<C>());
 
-  const RowExp<C> row_exp(largest[0]);
-  C sum[1] = {0};
-  if constexpr (kLog) {
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-      C e[V];
-#pragma unroll
-      for (int i = 0; i < V; ++i) e[i] = row_exp.precise(s[k][i]);
-      sum[0] += tree(e, Sum{});
-    }
-  } else {
-    exponentials(row_exp, sizeof(O) > 2, s);
-#pragma unroll
-    for (int k = 0; k < K; ++k) sum[0] += tree(s[k], Sum{});
-  }
+  C sum[1] = {exponential_sum(RowExp<C>(largest[0]), kLog, sizeof(O) > 2, s)};
   team.reduce(sum, Sum{}, C(0));
   const C factor = kLog ? ::log(sum[0]) : C(1) / sum[0];
   store_unit_stride<kAligned, O, V, K, C>(aligned_row(p.y, row, sizeof(O)), first, step, active ? int(p.cols) : 0,
@@ -224,29 +243,10 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
   C largest[1] = {
       load_scores<T, kMasked>(p, active ? row : 0, 0, first, step, active ? int(kept_columns(p, row)) : 0, s)};
   team.reduce(largest, Max{}, minus_infinity<C>());
-  const C max = Finish<T, kMasked>::shift(largest[0]);
-  const RowExp<C> row_exp(max);
-
-  C sum[1] = {0};
-  if (p.log) {
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-      C e[V];
-#pragma unroll
-      for (int i = 0; i < V; ++i) e[i] = row_exp.precise(s[k][i]);
-      sum[0] += tree(e, Sum{});
-    }
-  } else {
-    exponentials(row_exp, element_size(p.y.dtype) > 2, s);
-#pragma unroll
-    for (int k = 0; k < K; ++k) sum[0] += tree(s[k], Sum{});
-  }
+  const RowExp<C> row_exp(Finish<T, kMasked>::shift(largest[0]));
+  C sum[1] = {exponential_sum(row_exp, p.log, element_size(p.y.dtype) > 2, s)};
   team.reduce(sum, Sum{}, C(0));
-  const Finish<T, kMasked> finish(p, largest[0], sum[0]);
-#pragma unroll
-  for (int k = 0; k < K; ++k)
-#pragma unroll
-    for (int i = 0; i < V; ++i) s[k][i] = p.log ? (s[k][i] - max) - finish.factor : s[k][i] * finish.factor;
+  Finish<T, kMasked>(p, largest[0], sum[0]).apply(s);
   store_vectors<T>(row_pointer(p.y, active ? row : 0), p.y.dtype, p.y.col_stride, first, step, active ? int(p.cols) : 0,
                    team.lane, team.lanes, s);
 }
@@ -305,107 +305,43 @@ __global__ void __launch_bounds__(kRowsStreamingThreads, 1)
   }
 }
 
-// Lane l of every warp works on row 32 * blockIdx.x + l; warp w takes columns w, w + warps, ... A row of one tile stays
-// in registers between the passes.
-template <typename T>
-__global__ void __launch_bounds__(32 * kColumnsMaxWarps)
-    softmax_fwd_columns(const __grid_constant__ SoftmaxFwdParams p, const int warps) {
+// Adjacent rows, a lane for each: the sums and the bits of the resident tiers (Columns).
+template <typename T, bool kMasked>
+__global__ void __launch_bounds__(32 * kRowsColumnsWarps, 1)
+    softmax_fwd_columns(const __grid_constant__ SoftmaxFwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
-  constexpr int E = kColumnsPerThread;
-  __shared__ C scratch[2][kColumnsMaxWarps][33];
+  constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
   grid_launch_dependents();
   grid_dependency_wait();
 
-  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-  const int64_t row = int64_t(blockIdx.x) * 32 + lane;
-  const bool active = row < p.rows;
-  const int64_t at = active ? row : 0;
-  const int64_t kept = active ? kept_columns(p, row) : 0;
-  const T* x = reinterpret_cast<const T*>(row_pointer(p.x, at));
-  const int64_t mask = p.mask.data ? row_offset(p.mask.rows, at) : 0;
-  const C scale = C(p.scale);
+  Columns<C> team(shape);
+  const int64_t r = int64_t(blockIdx.x) * 32 + team.lane;
+  const bool active = r < p.rows;
+  const int64_t row = active ? r : 0;
+  const int limit = active ? int(kept_columns(p, row)) : 0, step = team.lanes;
+  const bool precise = element_size(p.y.dtype) > 2;
 
-  C s[E];
-  const auto load = [&](int64_t begin) {
-    const T* q = x + (begin + warp) * p.x.col_stride;
-    C top = minus_infinity<C>();
-#pragma unroll
-    for (int e = 0; e < E; ++e) {
-      s[e] = begin + warp + e * warps < kept ? to_compute<C>(*q) : C(0);
-      q += warps * p.x.col_stride;
-    }
-    if (p.mask.data) {
-#pragma unroll 1
-      for (int i = 0; i < E; ++i) {
-        const int64_t c = begin + warp + i * warps;
-        if (c >= kept) break;
-        C add = load_as<C>(p.mask.data, p.mask.dtype, mask + c * p.mask.col_stride);
-        if (p.mask.dtype == DType::kBool) add = add != C(0) ? C(0) : minus_infinity<C>();
-#pragma unroll
-        for (int e = 0; e < E; ++e)
-          if (e == i) s[e] = score<true>(s[e], scale, add, top);
-      }
-    }
-#pragma unroll
-    for (int e = 0; e < E; ++e) {
-      if (begin + warp + e * warps >= kept)
-        s[e] = minus_infinity<C>();
-      else if (!p.mask.data)
-        s[e] = score<true>(s[e], scale, C(0), top);
-    }
-    return top;
+  C s[K][V], largest = minus_infinity<C>();
+  const auto load = [&](int first) { return load_scores<T, kMasked, true>(p, row, 0, first, step, limit, s); };
+  team.template each<K>([&](int first) { largest = fmax(largest, load(first)); });
+  largest = team.reduce(largest, Max{});
+  const RowExp<C> row_exp(Finish<T, kMasked>::shift(largest));
+
+  const auto partial = [&](int first) {
+    if (!team.held) load(first);
+    return exponential_sum(row_exp, p.log, precise, s);
   };
+  const C sum = team.template sum<K>(partial);
+  const Finish<T, kMasked> finish(p, largest, sum);
 
-  const int64_t tile = int64_t(E) * warps;
-  C largest = minus_infinity<C>(), sum = 0;
-#pragma unroll 1
-  for (int64_t begin = 0; begin < p.cols; begin += tile) {
-    const C top = load(begin);
-    if (top > largest) {
-      sum *= exp_of(largest - top);
-      largest = top;
+  team.template each<K>([&](int first) {
+    if (!team.held) {
+      load(first);
+      if (!p.log) exponentials(row_exp, precise, s);
     }
-    const C max = largest == minus_infinity<C>() ? C(0) : largest;
-#pragma unroll
-    for (int e = 0; e < E; ++e) sum += exp_of(s[e] - max);
-  }
-  scratch[0][warp][lane] = largest;
-  scratch[1][warp][lane] = sum;
-  __syncthreads();
-  C all = minus_infinity<C>(), total = 0;
-  for (int w = 0; w < warps; ++w) all = fmax(all, scratch[0][w][lane]);
-  for (int w = 0; w < warps; ++w) {
-    const C m = scratch[0][w][lane];
-    total += scratch[1][w][lane] * (m == all ? C(1) : exp_of(m - all));
-  }
-  const Finish<T, true> finish(p, all, total);
-
-  if (!active) return;
-  char* y = row_pointer(p.y, row);
-#pragma unroll 1
-  for (int64_t begin = 0; begin < p.cols; begin += tile) {
-    if (p.cols > tile) load(begin);
-#pragma unroll
-    for (int e = 0; e < E; ++e) s[e] = finish.from_score(s[e]);
-    const auto store = [&]<typename O>() {
-      O* q = reinterpret_cast<O*>(y) + (begin + warp) * p.y.col_stride;
-#pragma unroll
-      for (int e = 0; e < E; ++e) {
-        if (begin + warp + e * warps < p.cols) *q = round_to<O>(s[e]);
-        q += warps * p.y.col_stride;
-      }
-    };
-    with_dtype<T>(p.y.dtype, store, [&] {
-#pragma unroll 1
-      for (int i = 0; i < E; ++i) {
-        C value = s[0];
-#pragma unroll
-        for (int e = 0; e < E; ++e) value = e == i ? s[e] : value;
-        const int64_t c = begin + warp + i * warps;
-        if (c < p.cols) store_as(y, p.y.dtype, c * p.y.col_stride, value);
-      }
-    });
-  }
+    finish.apply(s);
+    store_vectors<T>(row_pointer(p.y, row), p.y.dtype, p.y.col_stride, first, step, active ? int(p.cols) : 0, 0, 1, s);
+  });
 }
 
 }  // namespace
@@ -422,9 +358,10 @@ Status launch_softmax_fwd(const SoftmaxFwdParams& p, cudaStream_t stream) {
   const int64_t ctas = (p.rows + plan.rows_per_cta - 1) / plan.rows_per_cta;
   return dispatch_row_dtype(p.x.dtype, [&]<typename T>() -> Status {
     [[maybe_unused]] const bool masked = p.mask.data != nullptr;
-    if (plan.tier == RowsTier::kColumns)
-      return launch_rows(softmax_fwd_columns<T>, device->arch, ctas, plan.cta_threads(), 1, 0, stream, p, plan.lanes);
     if constexpr (sizeof(T) < 8) {
+      if (plan.tier == RowsTier::kColumns)
+        return launch_rows(masked ? softmax_fwd_columns<T, true> : softmax_fwd_columns<T, false>, device->arch, ctas,
+                           plan.cta_threads(), 1, columns_scratch_bytes(plan), stream, p, shape);
       if (plan.tier != RowsTier::kStreaming && !masked && unit_stride_rows(p.x) && unit_stride_rows(p.y)) {
         // Instantiated for what occurs: results of the row's dtype at any alignment, fp32 results of aligned 16-bit
         // rows.

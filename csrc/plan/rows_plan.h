@@ -25,7 +25,7 @@ enum class RowsTier : int32_t {
   kCta,        // one row per CTA (norm backward: per group of warps), one barrier per reduction
   kCluster,    // one row per cluster of CTAs, reduced through distributed shared memory
   kStreaming,  // one row per CTA, read again for each pass
-  kColumns,    // a row per lane, its columns dealt over the warps of the CTA
+  kColumns,    // softmax: a row per lane; a warp does the work of one lane of the tiers above, the same sums
 };
 
 constexpr const char* rows_tier_name(RowsTier tier) {
@@ -46,18 +46,23 @@ constexpr const char* rows_tier_name(RowsTier tier) {
   return "unknown";
 }
 
+constexpr int kRowsColumnsWarps = 16;  // the CTA of the columns tier, at most: 32 rows, 16 lanes of each
+
 struct RowsPlan {
   RowsTier tier = RowsTier::kStreaming;
   int vector = 8;              // elements per vector: 16 bytes of the row's dtype
   int vectors_per_thread = 4;  // vectors of the row that one thread holds
-  int lanes = 32;              // threads of one CTA that share a row
+  int lanes = 32;              // threads of one CTA that share a row (columns: that would, were the row contiguous)
   int rows_per_cta = 1;
-  int cluster = 1;     // CTAs that share a row
+  int cluster = 1;     // CTAs that share a row (columns: that would)
   int stages = 0;      // norm backward: rows in flight per lane group (cp.async ring)
   int row_groups = 0;  // norm backward: partial sums of dweight and dbias, at most
   const char* reason = "";
 
-  int cta_threads() const { return lanes * rows_per_cta; }
+  int cta_threads() const {
+    const bool turns = tier == RowsTier::kColumns && lanes > kRowsColumnsWarps;
+    return (turns ? kRowsColumnsWarps : lanes) * rows_per_cta;
+  }
 };
 
 // A thread holds 64 bytes of a row, whatever the dtype: forward in the compute type (32 registers of a 16-bit row),
@@ -76,8 +81,6 @@ constexpr int kRowsCtaThreads = 512;        // the most threads of a CTA that sh
 constexpr int kRowsStreamingThreads = 256;  // the CTA of the streaming tier, which may have twice the registers
 constexpr int kRowsSmallCtaThreads = 128;   // the CTA of the warp tiers
 constexpr int kRowsMaxCluster = 16;         // 8 is portable; 16 is allowed by opt-in on 9.0 and 10.0
-constexpr int kColumnsPerThread = 32;       // columns tier: values one thread holds
-constexpr int kColumnsMaxWarps = 16;
 
 // arch: 80, 86, 90, ... Shared memory that one CTA may have, in bytes.
 constexpr int rows_max_shared(int arch) {
@@ -105,22 +108,8 @@ inline RowsPlan plan_rows(RowsOp op, int64_t cols, DType dtype, DType other, Row
   RowsPlan plan;
   plan.vector = rows_vector(dtype);
   plan.vectors_per_thread = kRowsVectorsPerThread;
-  const bool softmax = op == RowsOp::kSoftmaxFwd || op == RowsOp::kSoftmaxBwd;
   const int64_t size = dtype_size(dtype), other_size = dtype_size(other);
   const int64_t compute_size = size == 8 ? 8 : 4;
-
-  if (softmax && layout == RowsLayout::kColumns) {
-    plan.tier = RowsTier::kColumns;
-    plan.vector = 1;
-    const int per_thread = op == RowsOp::kSoftmaxFwd ? kColumnsPerThread : kColumnsPerThread / 2;  // backward holds two
-    plan.vectors_per_thread = per_thread;
-    int warps = 1;
-    while (warps < kColumnsMaxWarps && int64_t(warps) * per_thread < cols) warps *= 2;
-    plan.lanes = warps;  // lanes of a row: one in each warp
-    plan.rows_per_cta = 32;
-    plan.reason = "adjacent rows: one lane per row keeps the accesses coalesced";
-    return plan;
-  }
 
   int max_threads = kRowsCtaThreads;
   if (op == RowsOp::kNormBwd) {
@@ -168,6 +157,13 @@ inline RowsPlan plan_rows(RowsOp op, int64_t cols, DType dtype, DType other, Row
     }
     plan.tier = RowsTier::kStreaming;
     plan.reason = "fp64 rows are read again for each pass";
+  }
+  // The layout chooses the threads, never the sum: lanes, vectors and cluster stay those of a contiguous row.
+  const bool softmax = op == RowsOp::kSoftmaxFwd || op == RowsOp::kSoftmaxBwd;
+  if (softmax && layout == RowsLayout::kColumns && plan.tier != RowsTier::kStreaming) {
+    plan.tier = RowsTier::kColumns;
+    plan.rows_per_cta = 32;
+    plan.reason = "adjacent rows: one lane per row keeps the accesses coalesced";
   }
   if (op == RowsOp::kNormBwd) {
     // One CTA per SM of an H200, and as many clusters as it holds at once (cudaOccupancyMaxActiveClusters): 66, 30,
