@@ -2,9 +2,9 @@
 kernels and each kernel of the GEMMs once or more, at sizes that the tool finishes in minutes.
 
     compute-sanitizer --tool memcheck  --error-exitcode 9 python tools/sanitizer_sweep.py
-    compute-sanitizer --tool racecheck --error-exitcode 9 python tools/sanitizer_sweep.py rows
+    compute-sanitizer --tool racecheck --error-exitcode 9 python tools/sanitizer_sweep.py norm
 
-`rows`, `gemm`, `gated` or `mlp` picks a part. Exits with 1 where a result is not finite.
+`softmax`, `norm`, `gemm`, `gated` or `mlp` picks a part. Exits with 1 where a result is not finite.
 """
 
 import itertools
@@ -35,7 +35,7 @@ def backward(y: Tensor | tuple[Tensor, ...]) -> None:
 Call = tuple[str, Callable[..., Tensor | tuple[Tensor, Tensor]], tuple[object, ...], dict[str, object]]
 
 
-def rows() -> Iterator[Call]:
+def row_inputs() -> Iterator[tuple[str, int, tuple[Tensor, Tensor, Tensor, Tensor]]]:
     # Row lengths of every tier: rows per warp, warp, CTA, cluster of 2 and 16, streaming; odd ones beside even ones.
     lengths = [1, 7, 64, 1000, 1024, 4096, 4099, 20000, 40000, 131072, 300001]
     for dtype, cols in itertools.product((BF16, F16, F32, F64), lengths):
@@ -44,23 +44,37 @@ def rows() -> Iterator[Call]:
         n = 37 if cols < 5000 else 3
         label = f"{str(dtype).removeprefix('torch.')} {n}x{cols}"
         x, r, w, b = (randn(*s, dtype=dtype) for s in ((n, cols), (n, cols), (cols,), (cols,)))
-        yield f"softmax {label}", ak.softmax, (x,), {}
-        yield f"log_softmax {label}", ak.log_softmax, (x,), {}
+        yield label, cols, (x, r, w, b)
+
+
+def norm() -> Iterator[Call]:
+    for label, cols, (x, r, w, b) in row_inputs():
         yield f"layer_norm {label}", ak.layer_norm, (x, (cols,), w, b), {}
         yield f"rms_norm {label}", ak.rms_norm, (x, (cols,), w), {}
         yield f"layer_norm + residual {label}", ak.layer_norm, (x, (cols,), w, b), {"residual": r}
         yield f"rms_norm + residual {label}", ak.rms_norm, (x, (cols,), w), {"residual": r}
     for dtype in (BF16, F32):
-        yield f"softmax dim=1 {dtype}", ak.softmax, (randn(3, 200, 70, dtype=dtype), 1), {}
+        offset, w = misaligned(dtype), randn(1001, dtype=F32)
+        yield f"rms_norm misaligned {dtype}", ak.rms_norm, (offset, (1001,), w), {}
+        yield f"layer_norm misaligned {dtype}", ak.layer_norm, (offset, (1001,), w, w), {}
+
+
+def misaligned(dtype: torch.dtype) -> Tensor:
+    return randn(37 * 1001 + 1, dtype=dtype, grad=False)[1:].view(37, 1001).requires_grad_()
+
+
+def softmax() -> Iterator[Call]:
+    for label, _, (x, _, _, _) in row_inputs():
+        yield f"softmax {label}", ak.softmax, (x,), {}
+        yield f"log_softmax {label}", ak.log_softmax, (x,), {}
+    for dtype in (BF16, F32):
+        for shape in ((3, 200, 70), (2, 1500, 33), (1, 20000, 40)):  # along a dimension that is not the last
+            yield f"softmax dim=1 {dtype} {shape}", ak.softmax, (randn(*shape, dtype=dtype), 1), {}
         x = randn(2, 2, 65, 130, dtype=dtype)
         keep = torch.rand(65, 130, device="cuda") > 0.3
         yield f"softmax causal {dtype}", ak.softmax, (x,), {"causal": True}
         yield f"softmax mask {dtype}", ak.softmax, (x,), {"scale": 0.5, "mask": keep}
-        offset = randn(37 * 1001 + 1, dtype=dtype, grad=False)[1:].view(37, 1001).requires_grad_()
-        w = randn(1001, dtype=F32)
-        yield f"softmax misaligned {dtype}", ak.softmax, (offset,), {}
-        yield f"rms_norm misaligned {dtype}", ak.rms_norm, (offset, (1001,), w), {}
-        yield f"layer_norm misaligned {dtype}", ak.layer_norm, (offset, (1001,), w, w), {}
+        yield f"softmax misaligned {dtype}", ak.softmax, (misaligned(dtype),), {}
 
 
 GEMM_SHAPES = [(1, 64, 256), (3, 17, 40), (70, 136, 520), (150, 264, 768), (300, 520, 1032), (257, 384, 200)]
@@ -93,7 +107,7 @@ def mlp() -> Iterator[Call]:
             yield f"mlp {dtype} {m}x{n}x{k} {policy}", ak.mlp, (x, w1, b1, w2, b2), {"accumulate": policy}
 
 
-PARTS = {"rows": rows, "gemm": gemm, "gated": gated, "mlp": mlp}
+PARTS = {"softmax": softmax, "norm": norm, "gemm": gemm, "gated": gated, "mlp": mlp}
 
 
 def main(names: list[str]) -> None:
