@@ -1,5 +1,6 @@
 """The CUDA GEMMs under what breaks kernels: repetition, thousands of short tiles, streams, graphs, memory full of NaN."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -76,6 +77,74 @@ def test_memory_full_of_nan(path, dtype):
         torch.full((8 << 20,), torch.nan, device="cuda")
         found = forward_and_backward(wide[1:-1, 8:-8], wide_w[1:-1, :k], b, dy, activation="silu")
         assert all(torch.equal(a, e) for a, e in zip(found, expected, strict=True))
+
+
+@contextlib.contextmanager
+def few_rows():
+    """The kernel for 1 to 64 rows, which takes forward products."""
+    if not torch.ops.ampkernels.set_gemm_path("small") or torch.cuda.get_device_capability() != (9, 0):
+        torch.ops.ampkernels.set_gemm_path("auto")
+        pytest.skip("for Hopper")
+    try:
+        yield
+    finally:
+        torch.ops.ampkernels.set_gemm_path("auto")
+
+
+@pytest.mark.parametrize(("n", "k"), [(136, 200), (520, 1032), (1096, 4104), (1000, 64), (3, 8)])
+@pytest.mark.parametrize("accumulate", ["fp32/64", "fp32/128", "fp32/512", "fp32"])
+@pytest.mark.parametrize("dtype", LOW, ids=name)
+def test_few_rows_have_the_bits_of_many(cuda, dtype, accumulate, n, k):
+    """Every m from 1 to 64: under a policy the bits of the kernel for many rows, without one those of 64 rows."""
+    x, w, b, _ = operands(200, n, k, dtype)
+
+    def results(rows):
+        leaf = rows.detach().requires_grad_()
+        y = ak.linear(leaf, w, b, activation="gelu", accumulate=accumulate)
+        found = [
+            y.detach(),
+            y.grad_fn.saved_tensors[-1],  # whatever forward keeps; the pre-activation among it
+            ak.linear(rows, w, b, accumulate=accumulate),
+            ak.linear(rows, w, out_dtype=torch.float32, accumulate=accumulate),
+        ]
+        return found if n % 2 else [*found, ak.gated_linear(rows, w, b, accumulate=accumulate)]
+
+    if accumulate == "fp32":
+        x = x[:64]
+        with few_rows():
+            right = results(x)
+        exact = torch.nn.functional.linear(x.double(), w.double())
+        assert torch.allclose(right[3].double(), exact, rtol=0, atol=1e-5 * k**0.5)
+    else:
+        right = results(x)
+    with few_rows():
+        for m in range(1, 65):
+            first = (m * 5) % (len(x) - m + 1)
+            for found, expected in zip(results(x[first : first + m]), right, strict=True):
+                if found.shape[0] == m and expected.shape[0] == len(x):
+                    assert torch.equal(found, expected[first : first + m]), f"{m} rows from {first}"
+
+
+def test_few_rows_many_times_over(cuda):
+    """Launched as dependents of one another: each reads what the one before it wrote."""
+    x, w, _, _ = operands(48, 1024, 1024, torch.bfloat16)
+
+    def chain():
+        y = x
+        for i in range(40):
+            y = ak.linear(y, w, activation="tanh" if i % 3 else None, accumulate="fp32/128" if i % 2 else None)
+        return y
+
+    with few_rows():
+        first = chain()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = chain()
+        for _ in range(50):
+            assert torch.equal(chain(), first)
+            captured.zero_()
+            graph.replay()
+            assert torch.equal(captured, first)
 
 
 def test_two_streams(path):

@@ -44,6 +44,30 @@ def test_the_wgmma_kernel_is_for_hopper_and_more_than_64_rows():
     assert plan.gemm_plan_dict(4096, 4096, 4096, chunk=48, arch=90)["kernel"] == "sm80"
 
 
+SMALL_SHAPES = [(n, k) for n in (1, 40, 768, 1024, 4096, 6144, 14336) for k in (8, 768, 4096, 14336)]
+
+
+@pytest.mark.parametrize("epilogue", ["linear", "gated"])
+@pytest.mark.parametrize("chunk", [0, 64, 128, 512])
+def test_few_rows_have_the_tree_of_one(chunk, epilogue):
+    """The split of K and the rows of B to a CTA depend on the weight alone; the ring fits, and has two stages or more."""
+    for n, k in SMALL_SHAPES:
+        plans = [plan.gemm_small_plan_dict(m, n, k, chunk=chunk, epilogue=epilogue) for m in range(1, 65)]
+        assert len({(p["tile"][1:], p["cluster"], p["split_len"]) for p in plans}) == 1
+        for p in plans:
+            rows_a, rows_b, tile_k = p["tile"]
+            exchange = rows_b * 256 if p["cluster"] > 1 else 0
+            assert p["stages"] >= 2 and 1024 + p["stages"] * (rows_a + rows_b) * tile_k * 2 + exchange <= 232448
+            assert p["cluster"] * p["split_len"] >= k or chunk > 0
+            assert chunk == 0 or p["split_len"] in (chunk, -(-k // 64) * 64)
+
+
+def test_the_tiles_of_few_rows_are_one_wave():
+    for n, k in [(14336, 4096), (4096, 14336), (4096, 4096), (6144, 4096), (12288, 3072), (28672, 4096)]:
+        p = plan.gemm_small_plan_dict(1, n, k)
+        assert 0.7 * 132 <= -(-n // p["tile"][1]) * p["cluster"] <= 2 * 132
+
+
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="unknown dtype 'int8'"):
         plan.gemm_plan(1, 1, 1, dtype="int8")

@@ -68,7 +68,8 @@ STABLE_TORCH_LIBRARY(ampkernels, m) {
   m.def("build_config() -> str");
   // Tests: choose the CPU build ("avx512", "avx2", "baseline"); false if this machine cannot run it.
   m.def("set_cpu_isa(str name) -> bool");
-  // Tests: the CUDA GEMM's kernels, "auto", "sm80" (mma.sync) or "sm90" (WGMMA); false if this build has them not.
+  // Tests: the CUDA GEMM's kernels, "auto", "sm80" (mma.sync), "sm90" (WGMMA) or "small" (WGMMA for few rows); false
+  // if this build has them not.
   m.def("set_gemm_path(str name) -> bool");
 }
 

@@ -11,6 +11,7 @@
 #include "plan/gemm_plan.h"
 #if defined(AMPKERNELS_SM90A)  // the build has machine code for 9.0a (setup.py); without it the kernel would be empty
 #include "cuda/gemm_sm90.h"
+#include "cuda/gemm_sm90_small.h"
 #define AMPKERNELS_GEMM_SM90 1
 #else
 #define AMPKERNELS_GEMM_SM90 0
@@ -19,7 +20,7 @@
 namespace ampkernels::cuda {
 namespace {
 
-enum class Path { kAuto, kSm80, kSm90 };
+enum class Path { kAuto, kSm80, kSm90, kSmall };
 std::atomic<Path> forced_path{Path::kAuto};
 
 struct Device {
@@ -84,6 +85,11 @@ GemmProblem describe(const GemmParams& p, const Device& device) {
 }
 
 #if AMPKERNELS_GEMM_SM90
+bool takes_small(const GemmParams& p, const Device& device) {
+  const Path path = forced_path.load(std::memory_order_relaxed);
+  const bool wanted = path == Path::kAuto ? gemm_prefers_small(describe(p, device)) : path == Path::kSmall;
+  return wanted && device.arch == 90 && gemm_sm90_small_supports(p);
+}
 bool takes_sm90(const GemmParams& p, const Device& device) {
   const Path path = forced_path.load(std::memory_order_relaxed);
   const bool wanted = path == Path::kAuto ? gemm_prefers_sm90(describe(p, device)) : path == Path::kSm90;
@@ -172,11 +178,20 @@ Status launch_reduce(const GemmParams& p, int64_t split, cudaStream_t stream) {
 }  // namespace
 
 bool set_gemm_path(const char* name) {
-  const bool sm90 = std::strcmp(name, "sm90") == 0;
-  if (sm90 && !AMPKERNELS_GEMM_SM90) return false;
-  if (!sm90 && std::strcmp(name, "auto") != 0 && std::strcmp(name, "sm80") != 0) return false;
-  forced_path = sm90 ? Path::kSm90 : std::strcmp(name, "sm80") == 0 ? Path::kSm80 : Path::kAuto;
-  return true;
+  constexpr struct {
+    const char* name;
+    Path path;
+    bool built;
+  } kPaths[] = {{"auto", Path::kAuto, true},
+                {"sm80", Path::kSm80, true},
+                {"sm90", Path::kSm90, AMPKERNELS_GEMM_SM90},
+                {"small", Path::kSmall, AMPKERNELS_GEMM_SM90}};
+  for (const auto& known : kPaths) {
+    if (std::strcmp(name, known.name) != 0 || !known.built) continue;
+    forced_path = known.path;
+    return true;
+  }
+  return false;
 }
 
 size_t gemm_workspace_bytes(const GemmParams& p) {
@@ -194,6 +209,7 @@ size_t gemm_workspace_bytes(const GemmParams& p) {
     x->data = nullptr;
     (x->stride_k == 1 ? x->stride_outer : x->stride_k) = r.pieces * 8;
   }
+  if (takes_small(q, device)) return packed;
   if (takes_sm90(q, device)) return packed + gemm_sm90_workspace_bytes(q);
 #endif
   return packed + (plan.split > 1 ? static_cast<size_t>(plan.split) * p.m * p.n * sizeof(float) : 0);
@@ -213,6 +229,7 @@ Status launch_gemm(const GemmParams& params, cudaStream_t stream) {
     if (const Status s = pack(p.b, p.n, p.k, &workspace, stream); !s.ok()) return s;
   p.workspace = workspace;
 #if AMPKERNELS_GEMM_SM90
+  if (takes_small(p, device)) return launch_gemm_sm90_small(p, stream);
   if (takes_sm90(p, device)) {
     const Status status = launch_gemm_sm90(p, stream);
     const int splits = gemm_sm90_splits(p);
@@ -221,7 +238,8 @@ Status launch_gemm(const GemmParams& params, cudaStream_t stream) {
                                        : launch_reduce<half_t>(p, splits, stream);
   }
 #endif
-  if (forced_path.load(std::memory_order_relaxed) == Path::kSm90) return {"gemm: the sm90 path does not take this"};
+  const Path path = forced_path.load(std::memory_order_relaxed);
+  if (path == Path::kSm90 || path == Path::kSmall) return {"gemm: the path that was asked for does not take this"};
   if (plan.split > 1 && p.workspace == nullptr) return {"gemm: a split of K needs its workspace"};
 
   const bool bf16 = p.dtype == DType::kBFloat16;

@@ -18,8 +18,9 @@ Status launch_norm_bwd(const NormBwdParams& p, cudaStream_t stream);
 // Tensor-core GEMM with the fused epilogue of GemmParams (fp16 and bf16), forward, dgrad and wgrad alike.
 size_t gemm_workspace_bytes(const GemmParams& p);
 Status launch_gemm(const GemmParams& p, cudaStream_t stream);
-// Tests and benchmarks: which kernels launch_gemm takes, "auto", "sm80" (mma.sync) or "sm90" (WGMMA; what it does not
-// support is then an error). Process-wide; false if the name is unknown or was not compiled in.
+// Tests and benchmarks: which kernel launch_gemm takes, "auto", "sm80" (mma.sync), "sm90" (WGMMA) or "small" (few rows
+// on Hopper); what the last two do not support is then an error. Process-wide; false if the name is unknown or was not
+// compiled in.
 bool set_gemm_path(const char* name);
 
 size_t act_bwd_workspace_bytes(const ActBwdParams& p);

@@ -67,6 +67,19 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
       : "memory");
 }
 
+// The same where the phase counts writes of other CTAs of the cluster (store_async_cluster).
+__device__ __forceinline__ void mbarrier_wait_cluster(uint32_t bar, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "WAIT:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra DONE;\n"
+      "bra WAIT;\n"
+      "DONE:\n}" ::"r"(bar),
+      "r"(parity)
+      : "memory");
+}
+
 __device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -79,6 +92,42 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Its halves. The first orders nothing: for a CTA that only says that it is done.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The address at which this CTA's shared memory `smem` lies in that of CTA `rank` of the cluster.
+__device__ __forceinline__ uint32_t cluster_address(uint32_t smem, uint32_t rank) {
+  uint32_t remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(smem), "r"(rank));
+  return remote;
+}
+
+// 16 bytes into another CTA's shared memory, counted on a barrier there. Both addresses by cluster_address.
+__device__ __forceinline__ void store_async_cluster(uint32_t remote, float a, float b, float c, float d,
+                                                    uint32_t remote_bar) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(remote),
+      "f"(a), "f"(b), "f"(c), "f"(d), "r"(remote_bar)
+      : "memory");
+}
+
+// ----------------------------------------------------------------------------------- dependent launches
+// (griddepcontrol)
+
+// Lets the next kernel of the stream start, if it was launched as a dependent one, once every CTA of this has said so.
+__device__ __forceinline__ void launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+// Waits until the kernels before this one have ended and their results can be read.
+__device__ __forceinline__ void wait_for_prerequisites() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // ---------------------------------------------------------------------------------------------------------- bulk
@@ -95,6 +144,22 @@ __device__ __forceinline__ void tma_load_2d(uint32_t smem, const CUtensorMap* ma
           smem),
       "l"(map), "r"(bar), "r"(c0), "r"(c1)
       : "memory");
+}
+
+// What is read once: L2 may drop it first.
+__device__ __forceinline__ void tma_load_2d_once(uint32_t smem, const CUtensorMap* map, uint32_t bar, int32_t c0,
+                                                 int32_t c1) {
+  constexpr uint64_t kEvictFirst = 0x12f0000000000000;
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(smem),
+      "l"(map), "r"(bar), "r"(c0), "r"(c1), "l"(kEvictFirst)
+      : "memory");
+}
+
+// Brings a box into L2. A hint: it orders nothing, and what is written there later is what a later load reads.
+__device__ __forceinline__ void tma_prefetch_2d(const CUtensorMap* map, int32_t c0, int32_t c1) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(c0), "r"(c1) : "memory");
 }
 
 // The same box into the same offset of every CTA named in `mask`, counted on each one's own barrier.
@@ -137,6 +202,17 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t smem, uint32_t a, uint32_t 
 
 __device__ __forceinline__ void store_shared(uint32_t smem, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem), "f"(v) : "memory");
+}
+__device__ __forceinline__ void store_shared_pair(uint32_t smem, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(smem), "f"(a), "f"(b) : "memory");
+}
+__device__ __forceinline__ float4 load_shared_quad(uint32_t smem) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(smem)
+               : "memory");
+  return v;
 }
 __device__ __forceinline__ float2 load_shared_pair(uint32_t smem) {
   float2 v;
@@ -220,9 +296,11 @@ inline constexpr uint64_t kWgmmaDescriptorStepK16 = (kMnMajor ? 2048 : 32) >> 4;
 // d = a * b + (scale_d ? d : 0) over m64 nN k16, both operands from shared memory. fp32 accumulators.
 template <typename T, int kN, bool kMnMajorA, bool kMnMajorB>
 __device__ __forceinline__ void wgmma(float (&d)[kN / 2], uint64_t desc_a, uint64_t desc_b, uint32_t scale_d) {
-  static_assert(kN == 64 || kN == 128 || kN == 192 || kN == 256);
+  static_assert(kN == 32 || kN == 64 || kN == 128 || kN == 192 || kN == 256);
 #define AK_WGMMA_F32(TYPES)                                                      \
-  if constexpr (kN == 64) {                                                      \
+  if constexpr (kN == 32) {                                                      \
+    AK_WGMMA(32, TYPES, AK_LIST16, 16, 17, 18, 19, 20, AK_D16("+f", d, 0));      \
+  } else if constexpr (kN == 64) {                                               \
     AK_WGMMA(64, TYPES, AK_LIST32, 32, 33, 34, 35, 36, AK_D32("+f", d));         \
   } else if constexpr (kN == 128) {                                              \
     AK_WGMMA(128, TYPES, AK_LIST64, 64, 65, 66, 67, 68, AK_D64("+f", d));        \

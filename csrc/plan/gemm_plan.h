@@ -62,7 +62,7 @@ constexpr GemmTileShape gemm_tile(GemmTile tile, bool aligned = true) {
 }
 
 struct GemmPlan {
-  const char* kernel = "sm80";  // "sm80": mma.sync and cp.async; "sm90": WGMMA and TMA
+  const char* kernel = "sm80";  // "sm80": mma.sync and cp.async; "sm90": WGMMA and TMA; "small": the same for few rows
   GemmTile tile = GemmTile::kMedium;
   int tile_m = 0;
   int tile_n = 0;
@@ -90,6 +90,12 @@ inline bool gemm_operand_aligned(const GemmOperand& x, int64_t outer, int64_t k,
   const bool one_row = (kmajor ? outer : k) <= 1;
   return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && (one_row || ld % 8 == 0) &&
          gemm_operand_packable(x, outer, halves);
+}
+
+// Whether launch_gemm takes the kernel for few rows (gemm_sm90_small.cuh) by itself. Not until it has run on a device
+// as it stands (docs/gemm.md, Few rows); set_gemm_path("small") takes it.
+inline bool gemm_prefers_small(const GemmProblem&) {
+  return false;
 }
 
 // Whether the WGMMA kernel of gemm_sm90.cuh, where it supports the problem, is the faster one. Its tiles have 64 rows

@@ -6,6 +6,7 @@
 
 #include "plan/gemm_plan.h"
 #include "plan/gemm_sm90_plan.h"
+#include "plan/gemm_small_plan.h"
 #include "plan/rows_plan.h"
 
 namespace py = pybind11;
@@ -37,16 +38,38 @@ ak::RowsOp rows_op_named(const std::string& name) {
   throw std::invalid_argument("plan: unknown row op '" + name + "'");
 }
 
-// The plan of the kernel that launch_gemm takes, as csrc/cuda/gemm.cu decides it.
-ak::GemmPlan plan_of(const ak::GemmProblem& p) {
-  ak::GemmPlan plan = ak::gemm_plan(p);
-  const bool supported = plan.aligned && (p.accumulate.chunk % 64 == 0 || p.accumulate.chunk >= p.k) && p.k > 0;
-  if (!ak::gemm_prefers_sm90(p) || !supported) return plan;
+ak::GemmParams params_of(const ak::GemmProblem& p) {
   ak::GemmParams params;
   params.m = p.m, params.n = p.n, params.k = p.k;
   params.dtype = p.dtype, params.accumulate = p.accumulate, params.kind = p.epilogue;
   params.activation = p.activation;
-  const ak::GemmSm90Plan sm90 = ak::plan_gemm_sm90(params, p.sms);
+  return params;
+}
+
+// Of the kernel for few rows.
+ak::GemmPlan small_plan_of(const ak::GemmProblem& p) {
+  const ak::GemmSmallPlan small = ak::plan_gemm_small(params_of(p), p.sms);
+  ak::GemmPlan plan;
+  plan.kernel = "small";
+  plan.tile_m = small.x_rows, plan.tile_n = small.rows, plan.tile_k = 64 * small.boxes;
+  plan.stages = small.stages;
+  plan.warps = 5;
+  plan.cluster = small.ranks;
+  plan.split_len = 64 * small.chunk_blocks;
+  plan.reason = small.ranks > 1 ? "m <= 64: bound by reading B; the cluster splits K" : "m <= 64: bound by reading B";
+  return plan;
+}
+
+// The plan of the kernel that launch_gemm takes, as csrc/cuda/gemm.cu decides it.
+ak::GemmPlan plan_of(const ak::GemmProblem& p) {
+  ak::GemmPlan plan = ak::gemm_plan(p);
+  const bool supported = plan.aligned && (p.accumulate.chunk % 64 == 0 || p.accumulate.chunk >= p.k) && p.k > 0;
+  if (ak::gemm_prefers_small(p) && supported && p.m > 0 && p.a_kmajor && p.b_kmajor &&
+      p.accumulate.dtype == ak::DType::kFloat32 && p.epilogue != ak::EpilogueKind::kActGrad) {
+    return small_plan_of(p);
+  }
+  if (!ak::gemm_prefers_sm90(p) || !supported) return plan;
+  const ak::GemmSm90Plan sm90 = ak::plan_gemm_sm90(params_of(p), p.sms);
   const ak::TileShape tile = ak::tile_shape(sm90.tile);
   const bool pingpong = tile.schedule == ak::Schedule::kPingpong;
   plan.kernel = "sm90";
@@ -92,7 +115,7 @@ void define_gemm_plan(py::module_& m, const char* name, Convert convert, const c
         p.epilogue = epilogue_named(epilogue);
         p.activation = activated ? ak::Activation::kGelu : ak::Activation::kNone;  // all that a plan asks of it
         p.arch = arch, p.sms = sms;
-        return convert(plan_of(p));
+        return convert(p);
       },
       py::arg("m"), py::arg("n"), py::arg("k"), py::arg("dtype") = "bfloat16", py::arg("acc") = "float32",
       py::arg("chunk") = 0, py::arg("a_kmajor") = true, py::arg("b_kmajor") = true, py::arg("epilogue") = "linear",
@@ -101,9 +124,13 @@ void define_gemm_plan(py::module_& m, const char* name, Convert convert, const c
 
 void add_gemm_plan(py::module_& m) {
   define_gemm_plan(
-      m, "gemm_plan", [](const ak::GemmPlan& plan) { return ak::to_string(plan); },
+      m, "gemm_plan", [](const ak::GemmProblem& p) { return ak::to_string(plan_of(p)); },
       "The plan of a GEMM D (m, n) = A (m, k) B (n, k)^T as one line of text; n = 2F for a gated one.");
-  define_gemm_plan(m, "gemm_plan_dict", [](const ak::GemmPlan& plan) { return as_dict(plan); }, "The same as a dict.");
+  define_gemm_plan(
+      m, "gemm_plan_dict", [](const ak::GemmProblem& p) { return as_dict(plan_of(p)); }, "The same as a dict.");
+  define_gemm_plan(
+      m, "gemm_small_plan_dict", [](const ak::GemmProblem& p) { return as_dict(small_plan_of(p)); },
+      "Of the Hopper kernel for 1 to 64 rows, whether or not it is taken.");
 }
 
 void add_rows_plan(py::module_& m) {
