@@ -1,14 +1,14 @@
 // layer_norm and rms_norm forward: s = x + residual, then y = (s - mean) * rstd * weight + bias, or s * rstd * (weight
 // + offset); the sum, the mean and rstd as asked for.
 //
-// Layout. Resident tiers: the row of s in registers, in the compute type (rows_common.cuh). Streaming tier: one CTA per
-// row, read once for the mean, once for the deviations, once for the result.
-// Statistics. Two passes over the row: the mean, then the deviations from it and their squares. The mean of the
-// deviations corrects the rounding of the first mean, so a row whose mean is 10^4 times its deviation loses nothing. If
-// a square overflows (|s| > 10^19 in fp32), the row is scaled by a power of two, exactly, and its statistics are taken
-// again. Synchronisation. One barrier (or cluster barrier) per statistic. Rounding points. x + residual once; the sums
-// (fp32, or fp64 for fp64 rows); 1 / sqrt; (s - mean), times rstd, times weight, plus bias, each once; then y and sum
-// once, to their dtypes.
+// Layout. Resident tiers: the row of s in registers, in the compute type (rows_common.cuh); norm_fwd_aligned in
+// clusters: as it was stored. Streaming tier: one CTA per row, read once for the mean, once for the deviations, once
+// for the result. Statistics. Two passes over the row: the mean, then the deviations from it and their squares. The
+// mean of the deviations corrects the rounding of the first mean, so a row whose mean is 10^4 times its deviation loses
+// nothing. If a square overflows (|s| > 10^19 in fp32), the row is scaled by a power of two, exactly, and its
+// statistics are taken again. Synchronisation. One barrier (or cluster barrier) per statistic. Rounding points. x +
+// residual once; the sums (fp32, or fp64 for fp64 rows); 1 / sqrt; (s - mean), times rstd, times weight, plus bias,
+// each once; then y and sum once, to their dtypes.
 #include "rows_common.cuh"
 
 namespace ampkernels::cuda {
@@ -116,12 +116,12 @@ __device__ __forceinline__ void apply(const NormFwdParams& p, const Statistics<C
 }
 
 // From the sums of the squares (and, for layer_norm, of the deviations) to the statistics.
-template <typename C>
+template <bool kRms, typename C>
 __device__ __forceinline__ Statistics<C> finish(const NormFwdParams& p, C inverse, C mean, C deviations, C squares,
                                                 C scale) {
-  const C correction = p.rms ? C(0) : deviations * inverse;
+  const C correction = kRms ? C(0) : deviations * inverse;
   C variance = squares * inverse;
-  if (!p.rms) variance = fmax(fma(-correction, correction, variance), C(0)) + C(0) * squares;  // NaN stays
+  if (!kRms) variance = fmax(fma(-correction, correction, variance), C(0)) + C(0) * squares;  // NaN stays
   return {mean, correction, C(1) / sqrt(variance + C(p.eps) * scale * scale), scale};
 }
 
@@ -172,8 +172,7 @@ __device__ __forceinline__ Statistics<C> row_statistics(const NormFwdParams& p, 
     team.reduce(sums, Sum{}, C(0));
     // The same for all lanes of a row, but a warp may hold several rows: all go round again, at their own scales.
     const bool again = scale == C(1) && overflowed(sums[0]);
-    if (!__any_sync(0xffffffffu, again))
-      return finish(p, inverse, mean, kRms ? C(0) : sums[kRms ? 0 : 1], sums[0], scale);
+    if (!__any_sync(0xffffffffu, again)) return finish<kRms>(p, inverse, mean, sums[kRms ? 0 : 1], sums[0], scale);
     if (again) scale = down_scale<C>();
   }
 }
@@ -188,6 +187,206 @@ template <int V, typename C>
 __device__ __forceinline__ void copy(const C (&from)[V], C (&to)[V]) {
 #pragma unroll
   for (int e = 0; e < V; ++e) to[e] = from[e];
+}
+
+// A row of any layout and dtypes, in the registers of its team.
+template <typename T, bool kRms>
+__device__ __forceinline__ void resident_row(const NormFwdParams& p, Team<compute_t<T>>& team, double inverse,
+                                             int64_t r) {
+  using C = compute_t<T>;
+  constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
+  const bool active = r < p.rows;
+  const int64_t row = active ? r : 0;
+  const int limit = active ? int(p.cols) : 0, first = team.first(K), step = team.lanes;
+
+  C s[K][V];
+  const auto load = [&](C(&s)[K][V]) {
+    load_row<T>(p, row, 0, first, step, limit, s);
+    if (p.sum.data)
+      store_vectors<T>(row_pointer(p.sum, row), p.sum.dtype, p.sum.col_stride, first, step, limit, team.lane,
+                       team.lanes, s);
+  };
+  const Statistics<C> stats = row_statistics<kRms>(p, team, C(inverse), first, step, limit, s, load);
+  if (active && team.lane == 0 && team.rank == 0) save_statistics(p, stats, row);
+  apply<T>(p, stats, 0, first, step, limit, s);
+  store_vectors<T>(row_pointer(p.y, row), p.y.dtype, p.y.col_stride, first, step, limit, team.lane, team.lanes, s);
+}
+
+// The same, from the start, for the rare row that norm_fwd_aligned cannot finish: out of line, so that it costs no
+// registers elsewhere.
+template <typename T, bool kRms>
+__device__ __noinline__ void resident_row_again(const NormFwdParams& p, Team<compute_t<T>> team, double inverse,
+                                                int64_t r) {
+  resident_row<T, kRms>(p, team, inverse, r);
+}
+
+// Vector j of parameters of the row's own dtype, on 16 bytes, as stored.
+template <typename T, int V>
+__device__ __forceinline__ Pack<T, V> load_own_parameters(const VectorIn& w, uint32_t j, bool exists) {
+  Pack<T, V> pack;
+#pragma unroll
+  for (int i = 0; i < Pack<T, V>::kWords; ++i) pack.w[i] = 0;
+  if (exists) load_unit<16, Cache::kKeep>(pack.w, static_cast<const char*>(w.data) + j * 16u);
+  return pack;
+}
+
+// 16-bit rows of whole vectors with parameters of their own dtype, all on 16 bytes. Against norm_fwd_plain, the loads
+// of the parameters have no branch between them, and few instructions are left beside the arithmetic: layer_norm is
+// bound by issue as much as by memory. The same operations in the same order as resident_row, so the same bits.
+//
+// In a CTA or a warp the row is held in fp32, which saves widening it again, and two CTAs of 512 threads fill an SM. In
+// a cluster, whose exchanges take longer than that, it stays as it was stored, 16 registers instead of 32, and there is
+// room for a third. kWhole: every lane has all its vectors.
+template <typename T, bool kRms, bool kResidual, bool kWhole, TeamKind kTeam>
+__global__ void __launch_bounds__(kRowsCtaThreads, kResidual || kTeam != TeamKind::kCluster ? 2 : 3)
+    norm_fwd_aligned(const __grid_constant__ NormFwdParams p, const __grid_constant__ TeamShape shape) {
+  using C = float;
+  constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
+  constexpr bool kHeld = kResidual || kTeam != TeamKind::kCluster;
+  grid_launch_dependents();
+  grid_dependency_wait();
+
+  Team<C, false, kTeam> team(shape);
+  const int64_t r = row_group_index(kTeam == TeamKind::kCluster ? shape.cluster : 1) * shape.rows_per_cta + team.slot;
+  const bool active = kTeam != TeamKind::kWarp || r < p.rows;  // else a CTA, or a cluster, for each row
+  const int64_t row = active ? r : 0;
+  const int limit = active ? int(p.cols) / V : 0, first = team.first(K), step = team.lanes;  // in vectors
+  const auto exists = [&](int k) { return kWhole || first + k * step < limit; };
+
+  Vectors<T, V, K> x;
+  const auto load = [&]<typename D>(const RowsIn& m, Vectors<D, V, K>& v) {
+    constexpr int kBytes = Pack<D, V>::kBytes, U = Pack<D, V>::kUnit;
+    const char* const at = aligned_row(m, row, sizeof(D));
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      if constexpr (!kWhole)
+#pragma unroll
+        for (int i = 0; i < kBytes / 4; ++i) v.pack[k].w[i] = 0;
+      if (exists(k))
+#pragma unroll
+        for (int u = 0; u < kBytes / U; ++u)
+          load_unit<U, Cache::kStream>(v.pack[k].w + u * (U / 4),
+                                       at + uint32_t(first + k * step) * uint32_t(kBytes) + u * U);
+    }
+  };
+  load(p.x, x);
+  C held[kHeld ? K : 1][V];
+  if constexpr (kResidual) {
+    const auto add = [&]<typename D>() {
+      Vectors<D, V, K> residual;
+      load(p.residual, residual);
+      char* const sum = aligned_row(p.sum, row, sizeof(D));
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        C a[V];
+        x.get(k, a);
+        residual.get(k, held[k]);
+#pragma unroll
+        for (int e = 0; e < V; ++e) held[k][e] += a[e];
+      }
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        Pack<D, V> out;
+        constexpr int kBytes = Pack<D, V>::kBytes, U = Pack<D, V>::kUnit;
+        out.round_from(held[k]);
+        if (exists(k) && active)
+#pragma unroll
+          for (int u = 0; u < kBytes / U; ++u)
+            store_unit<U>(sum + uint32_t(first + k * step) * uint32_t(kBytes) + u * U, out.w + u * (U / 4));
+      }
+    };
+    if (p.residual.dtype == dtype_of<T>::value)
+      add.template operator()<T>();
+    else
+      add.template operator()<Paired<T>>();
+  } else if constexpr (kHeld) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) x.get(k, held[k]);
+  }
+  const auto get = [&](int k, C(&s)[V]) {
+    if constexpr (kHeld)
+      copy(held[k], s);
+    else
+      x.get(k, s);
+  };
+
+  const C inverse = C(shape.inverse);
+  C mean = 0;
+  if constexpr (!kRms) {
+    C sum[1] = {0};
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      C s[V];
+      get(k, s);
+      sum[0] += tree(s, Sum{});
+    }
+    team.reduce(sum, Sum{}, C(0));
+    mean = sum[0] * inverse;
+    if constexpr (!kHeld) x.forget(shape.zero);
+  }
+  C sums[kRms ? 1 : 2] = {0};  // of the squares, of the deviations
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    C d[V], squares = 0;
+    get(k, d);
+    const C center = exists(k) ? mean : C(0);  // what does not exist has no deviation
+#pragma unroll
+    for (int e = 0; e < V; ++e) {
+      if constexpr (!kRms) d[e] -= center;
+      squares = fma(d[e], d[e], squares);
+    }
+    sums[0] += squares;
+    if constexpr (!kRms) sums[1] += tree(d, Sum{});
+    if constexpr (kHeld && !kRms) copy(d, held[k]);
+  }
+  team.reduce(sums, Sum{}, C(0));
+  if (__any_sync(0xffffffffu, overflowed(sums[0]))) {
+    Team<C> any(team);
+    resident_row_again<T, kRms>(p, any, shape.inverse, r);
+    return;
+  }
+  const Statistics<C> stats = finish<kRms>(p, inverse, mean, sums[kRms ? 0 : 1], sums[0], C(1));
+  if (active && team.lane == 0 && team.rank == 0) save_statistics(p, stats, row);
+
+  if constexpr (!kHeld) x.forget(shape.zero);
+  const C offset = kRms ? C(p.weight_offset) : C(0);
+  char* const y = aligned_row(p.y, row, sizeof(T));
+  constexpr int kTogether = kHeld ? 2 : 1;  // vectors whose parameters are loaded at once
+#pragma unroll
+  for (int k0 = 0; k0 < K; k0 += kTogether) {
+    Pack<T, V> w[kTogether], b[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int k = k0 + i;
+      w[i] = load_own_parameters<T, V>(p.weight, first + k * step, exists(k));
+      if constexpr (!kRms) b[i] = load_own_parameters<T, V>(p.bias, first + k * step, exists(k));
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int k = k0 + i;
+      C h[V];
+      get(k, h);
+      if constexpr (!kRms && !kHeld)
+#pragma unroll
+        for (int e = 0; e < V; ++e) h[e] -= mean;
+      stats.normalize(h, h);
+#pragma unroll
+      for (int e = 0; e < V; ++e) {
+        const C weight = to_compute<C>(w[i].element(e));
+        if constexpr (kRms)
+          h[e] *= weight + offset;
+        else
+          h[e] = h[e] * weight + to_compute<C>(b[i].element(e));
+      }
+      Pack<T, V> out;
+      out.round_from(h);
+      constexpr int kBytes = Pack<T, V>::kBytes, U = Pack<T, V>::kUnit;
+      if (exists(k) && active)
+#pragma unroll
+        for (int u = 0; u < kBytes / U; ++u)
+          store_unit<U>(y + uint32_t(first + k * step) * uint32_t(kBytes) + u * U, out.w + u * (U / 4));
+    }
+  }
 }
 
 // Vector j of unit-stride parameters.
@@ -272,28 +471,10 @@ __global__ void __launch_bounds__(kRowsCtaThreads, kAligned ? 2 : 1)
 template <typename T, bool kRms>
 __global__ void __launch_bounds__(kRowsCtaThreads, 1)
     norm_fwd_resident(const __grid_constant__ NormFwdParams p, const TeamShape shape) {
-  using C = compute_t<T>;
-  constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
   grid_launch_dependents();
   grid_dependency_wait();
-
-  Team<C> team(shape);
-  const int64_t r = row_group_index(shape.cluster) * shape.rows_per_cta + team.slot;
-  const bool active = r < p.rows;
-  const int64_t row = active ? r : 0;
-  const int limit = active ? int(p.cols) : 0, first = team.first(K), step = team.lanes;
-
-  C s[K][V];
-  const auto load = [&](C(&s)[K][V]) {
-    load_row<T>(p, row, 0, first, step, limit, s);
-    if (p.sum.data)
-      store_vectors<T>(row_pointer(p.sum, row), p.sum.dtype, p.sum.col_stride, first, step, limit, team.lane,
-                       team.lanes, s);
-  };
-  const Statistics<C> stats = row_statistics<kRms>(p, team, C(shape.inverse), first, step, limit, s, load);
-  if (active && team.lane == 0 && team.rank == 0) save_statistics(p, stats, row);
-  apply<T>(p, stats, 0, first, step, limit, s);
-  store_vectors<T>(row_pointer(p.y, row), p.y.dtype, p.y.col_stride, first, step, limit, team.lane, team.lanes, s);
+  Team<compute_t<T>> team(shape);
+  resident_row<T, kRms>(p, team, shape.inverse, row_group_index(shape.cluster) * shape.rows_per_cta + team.slot);
 }
 
 template <typename T>
@@ -357,7 +538,8 @@ __global__ void __launch_bounds__(kRowsStreamingThreads)
       mean = sums[1] * C(shape.inverse);
       continue;
     }
-    stats = finish(p, C(shape.inverse), mean, sums[1], sums[0], scale);
+    stats = p.rms ? finish<true>(p, C(shape.inverse), mean, sums[1], sums[0], scale)
+                  : finish<false>(p, C(shape.inverse), mean, sums[1], sums[0], scale);
     const bool again = scale == C(1) && overflowed(sums[0]);
     if (!__any_sync(0xffffffffu, again)) continue;
     if (again) scale = down_scale<C>();
@@ -381,6 +563,26 @@ bool aligned(const NormFwdParams& p, int vector) {
   const auto on_16 = [](const VectorIn& v) { return reinterpret_cast<uintptr_t>(v.data) % 16 == 0; };
   return p.cols % vector == 0 && aligned_rows(p.x) && aligned_rows(p.y) && on_16(p.weight) && on_16(p.bias) &&
          (!p.residual.data || (aligned_rows(p.residual) && aligned_rows(p.sum)));
+}
+
+// Where norm_fwd_aligned was measured to be the faster: layer_norm, but with a residual in clusters only; rms_norm in
+// warps and clusters, without a residual. `on_16`: what aligned() says.
+template <typename T>
+bool faster_aligned(const NormFwdParams& p, RowsTier tier, bool on_16) {
+  const auto own = [](const VectorIn& v) { return v.data && v.dtype == dtype_of<T>::value; };
+  const bool parameters = own(p.weight) && (p.rms ? !p.bias.data : own(p.bias));
+  const bool tiers = p.residual.data ? !p.rms && tier == RowsTier::kCluster : !p.rms || tier != RowsTier::kCta;
+  return on_16 && sizeof(T) == 2 && p.y.dtype == dtype_of<T>::value && parameters && tiers;
+}
+template <typename T, bool kWhole>
+auto aligned_kernel(const NormFwdParams& p, RowsTier tier) {
+  if (tier == RowsTier::kCluster)
+    return p.residual.data ? norm_fwd_aligned<T, false, true, kWhole, TeamKind::kCluster>
+           : p.rms         ? norm_fwd_aligned<T, true, false, kWhole, TeamKind::kCluster>
+                           : norm_fwd_aligned<T, false, false, kWhole, TeamKind::kCluster>;
+  if (tier == RowsTier::kCta) return norm_fwd_aligned<T, false, false, kWhole, TeamKind::kCta>;
+  return p.rms ? norm_fwd_aligned<T, true, false, kWhole, TeamKind::kWarp>
+               : norm_fwd_aligned<T, false, false, kWhole, TeamKind::kWarp>;
 }
 
 template <typename T, typename O, bool kAligned>
@@ -411,6 +613,11 @@ Status launch_norm_fwd(const NormFwdParams& p, cudaStream_t stream) {
         // rows.
         if (plain<T>(p)) {
           const bool on_16 = aligned(p, plan.vector);
+          if constexpr (sizeof(T) == 2)
+            if (faster_aligned<T>(p, plan.tier, on_16)) {
+              const bool whole = p.cols == int64_t(plan.cluster) * plan.lanes * plan.vectors_per_thread * plan.vector;
+              return launch(whole ? aligned_kernel<T, true>(p, plan.tier) : aligned_kernel<T, false>(p, plan.tier));
+            }
           if (p.y.dtype == dtype_of<T>::value)
             return launch(on_16 ? plain_kernel<T, T, true>(p) : plain_kernel<T, T, false>(p));
           if constexpr (sizeof(T) == 2)

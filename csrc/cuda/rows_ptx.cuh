@@ -72,12 +72,14 @@ __device__ __forceinline__ void mbarrier_expect(uint64_t* barrier, int bytes) {
                : "memory");
 #endif
 }
+// acquire at CTA scope: what is waited for lies in this CTA's shared memory, whoever wrote it, and an acquire at
+// cluster scope throws away L1 (CCTL.IVALL), parameters and spilled registers with it.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "{\n\t.reg .pred done;\n"
-      "again:\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t@!done bra again;\n}" ::
-          "r"(shared_address(barrier)),
+      "again:\n\tmbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n\t@!done bra again;\n}" ::"r"(
+          shared_address(barrier)),
       "r"(parity)
       : "memory");
 #endif

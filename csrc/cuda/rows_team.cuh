@@ -41,10 +41,13 @@ inline int team_scratch_bytes(const TeamShape& shape, int64_t compute_size) {
 
 extern __shared__ __align__(16) char rows_shared[];
 
+// The tier of the plan, where a kernel is compiled for it alone.
+enum class TeamKind { kAny, kWarp, kCta, kCluster };
+
 // The lanes that share a row, and their reductions: one barrier each. kSlots: a CTA has several rows of more than a
 // warp, which takes named barriers; a kernel whose barrier ids are not constants reserves all 16, and 4 CTAs fill an
 // SM.
-template <typename C, bool kSlots = false>
+template <typename C, bool kSlots = false, TeamKind kTeam = TeamKind::kAny>
 struct Team {
   int lanes, lane, slot, cluster, rank;
   int warps;   // of the row, over the cluster
@@ -54,7 +57,8 @@ struct Team {
 
   __device__ __forceinline__ explicit Team(const TeamShape& shape, int scratch_at = 0)
       : lanes(shape.lanes), cluster(shape.cluster), at(scratch_at) {
-    if (lanes <= 32) {  // a power of two
+    if (kTeam == TeamKind::kCta || kTeam == TeamKind::kWarp) cluster = 1;
+    if (in_warp()) {  // a power of two
       slot = int(threadIdx.x) >> (31 - __clz(lanes));
       lane = int(threadIdx.x) & (lanes - 1);
       warps = 1;
@@ -65,7 +69,7 @@ struct Team {
     }
     stride = kSlots ? warps * shape.rows_per_cta : warps;
     rank = 0;
-    if (cluster > 1) {
+    if (!in_cta()) {
       rank = cluster_rank();
       if (threadIdx.x == 0) {
         mbarrier_init(barrier(0));
@@ -76,13 +80,31 @@ struct Team {
     }
   }
 
+  template <TeamKind kOther>  // goes on where t has left off
+  __device__ __forceinline__ explicit Team(const Team<C, kSlots, kOther>& t)
+      : lanes(t.lanes),
+        lane(t.lane),
+        slot(t.slot),
+        cluster(t.cluster),
+        rank(t.rank),
+        warps(t.warps),
+        stride(t.stride),
+        round(t.round),
+        at(t.at) {}
+
+  __device__ __forceinline__ bool in_warp() const {
+    return kTeam == TeamKind::kAny ? lanes <= 32 : kTeam == TeamKind::kWarp;
+  }
+  __device__ __forceinline__ bool in_cta() const {
+    return kTeam == TeamKind::kAny ? cluster == 1 : kTeam != TeamKind::kCluster;
+  }
   __device__ __forceinline__ uint64_t* barrier(int phase) const {
     return reinterpret_cast<uint64_t*>(rows_shared + at) + phase;
   }
   __device__ __forceinline__ C* values() const { return reinterpret_cast<C*>(rows_shared + at + kTeamBarrierBytes); }
 
   __device__ __forceinline__ void sync() const {
-    if (lanes <= 32)
+    if (in_warp())
       __syncwarp();
     else if constexpr (kSlots)
       named_barrier(slot + 1, lanes);
@@ -93,27 +115,28 @@ struct Team {
   template <int N, typename Op>
   __device__ __forceinline__ void reduce(C (&v)[N], Op op, C identity) {
     static_assert(N <= 2);
-    if (lanes >= 32) {
-      butterfly<16>(v, op);
-    } else {
+    const int l = lane & 31;
+    if (in_warp() && lanes < 32) {
 #pragma unroll 1
       for (int o = lanes >> 1; o > 0; o >>= 1)
 #pragma unroll
         for (int n = 0; n < N; ++n) v[n] = op(v[n], __shfl_xor_sync(0xffffffffu, v[n], o));
+      return;
     }
-    if (lanes <= 32) return;
-    const int l = lane & 31;
+    C half = halves(v, op);
+    butterfly(half, op);
+    if (in_warp()) return join(half, v);
     C* const base = values() + (round & 1) * 2 * stride + slot * (lanes >> 5);  // value n at base[n * stride]
     C* const mine = base + rank * (lanes >> 5) + (lane >> 5);
-    if (cluster == 1) {
-      if (l == 0)
-#pragma unroll
-        for (int n = 0; n < N; ++n) mine[n * stride] = v[n];
+    if (in_cta()) {
+      const int n = N == 2 ? l >> 4 : 0;
+      if ((l & (N == 2 ? 15 : 31)) == 0) mine[n * stride] = half;
       sync();
-#pragma unroll
-      for (int n = 0; n < N; ++n) v[n] = (l & 15) < warps ? base[n * stride + (l & 15)] : identity;
-      butterfly<8>(v, op);
+      half = (l & 15) < warps ? base[n * stride + (l & 15)] : identity;
+      butterfly(half, op);
+      join(half, v);
     } else {
+      join(half, v);
       if (round == 0) cluster_wait();
       uint64_t* const arrived = barrier(round & 1);
       if (lane == 0) mbarrier_expect(arrived, warps * N * int(sizeof(C)));
@@ -127,17 +150,35 @@ struct Team {
 #pragma unroll 1
         for (int i = l; i < warps; i += 32) v[n] = op(v[n], base[n * stride + i]);
       }
-      butterfly<16>(v, op);
+      half = halves(v, op);
+      butterfly(half, op);
+      join(half, v);
     }
     ++round;
   }
 
-  template <int kFirst, int N, typename Op>
-  static __device__ __forceinline__ void butterfly(C (&v)[N], Op op) {
+  // A butterfly over the warp that begins with its halves: of two values, each half goes on with one, at half the
+  // shuffles. The operands of every `op` are those of a butterfly of both.
+  template <typename Op>
+  __device__ __forceinline__ C halves(const C (&v)[1], Op op) const {
+    return op(v[0], __shfl_xor_sync(0xffffffffu, v[0], 16));
+  }
+  template <typename Op>
+  __device__ __forceinline__ C halves(const C (&v)[2], Op op) const {
+    const bool upper = threadIdx.x & 16;
+    return op(upper ? v[1] : v[0], __shfl_xor_sync(0xffffffffu, upper ? v[0] : v[1], 16));
+  }
+  template <typename Op>
+  static __device__ __forceinline__ void butterfly(C& v, Op op) {
 #pragma unroll
-    for (int o = kFirst; o > 0; o /= 2)
-#pragma unroll
-      for (int n = 0; n < N; ++n) v[n] = op(v[n], __shfl_xor_sync(0xffffffffu, v[n], o));
+    for (int o = 8; o > 0; o /= 2) v = op(v, __shfl_xor_sync(0xffffffffu, v, o));
+  }
+  static __device__ __forceinline__ void join(C half, C (&v)[1]) { v[0] = half; }
+  static __device__ __forceinline__ void join(C half, C (&v)[2]) {
+    const bool upper = threadIdx.x & 16;
+    const C other = __shfl_xor_sync(0xffffffffu, half, 16);
+    v[0] = upper ? other : half;
+    v[1] = upper ? half : other;
   }
 
   // The first vector and the step of this lane, with K vectors per lane.
