@@ -37,9 +37,17 @@ def test_unaligned_operands_are_packed_where_the_products_pay_for_it():
     assert not (small["pack_a"] or small["pack_b"] or small["aligned"])
 
 
-def test_the_wgmma_kernel_is_for_hopper_and_more_than_64_rows():
+def test_hopper_has_a_kernel_for_more_than_64_rows_and_one_for_fewer():
     assert plan.gemm_plan_dict(4096, 4096, 4096, arch=90)["kernel"] == "sm90"
-    assert plan.gemm_plan_dict(64, 4096, 4096, arch=90)["kernel"] == "sm80"
+    assert plan.gemm_plan_dict(65, 4096, 4096, arch=90)["kernel"] == "sm90"
+    for m in (1, 64):
+        assert plan.gemm_plan_dict(m, 4096, 4096, arch=90)["kernel"] == "small"
+        assert plan.gemm_plan_dict(m, 4096, 4096, arch=90, epilogue="gated")["kernel"] == "small"
+        assert plan.gemm_plan_dict(m, 4096, 4096, arch=120)["kernel"] == "sm80"
+        assert plan.gemm_plan_dict(m, 4096, 4096, arch=90, aligned=False)["kernel"] == "sm80"
+        assert plan.gemm_plan_dict(m, 4096, 4096, arch=90, b_kmajor=False)["kernel"] == "sm80"
+        assert plan.gemm_plan_dict(m, 4096, 4096, arch=90, chunk=48)["kernel"] == "sm80"
+        assert plan.gemm_plan_dict(m, 4096, 4096, arch=90, dtype="fp16", acc="fp16")["kernel"] == "sm80"
     assert plan.gemm_plan_dict(4096, 4096, 4096, arch=120)["kernel"] == "sm80"
     assert plan.gemm_plan_dict(4096, 4096, 4096, chunk=48, arch=90)["kernel"] == "sm80"
 
@@ -63,6 +71,8 @@ def test_few_rows_have_the_tree_of_one(chunk, epilogue):
 
 
 def test_the_tiles_of_few_rows_are_one_wave():
+    assert plan.gemm_plan_dict(16, 28672, 4096)["kernel"] == "sm80"
+    assert plan.gemm_plan_dict(17, 28672, 4096)["kernel"] == "small"
     for n, k in [(14336, 4096), (4096, 14336), (4096, 4096), (6144, 4096), (12288, 3072), (28672, 4096)]:
         p = plan.gemm_small_plan_dict(1, n, k)
         assert 0.7 * 132 <= -(-n // p["tile"][1]) * p["cluster"] <= 2 * 132

@@ -92,10 +92,10 @@ inline bool gemm_operand_aligned(const GemmOperand& x, int64_t outer, int64_t k,
          gemm_operand_packable(x, outer, halves);
 }
 
-// Whether launch_gemm takes the kernel for few rows (gemm_sm90_small.cuh) by itself. Not until it has run on a device
-// as it stands (docs/gemm.md, Few rows); set_gemm_path("small") takes it.
-inline bool gemm_prefers_small(const GemmProblem&) {
-  return false;
+// Whether the kernel for few rows (gemm_sm90_small.cuh), where it supports the problem, is the faster one. It has not
+// been timed on a B of more than one wave of its tiles, and mma.sync reads that at nearly the full rate while m <= 16.
+inline bool gemm_prefers_small(const GemmProblem& p) {
+  return p.arch == 90 && p.m <= 64 && (p.m > 16 || p.n <= int64_t(128) * p.sms);
 }
 
 // Whether the WGMMA kernel of gemm_sm90.cuh, where it supports the problem, is the faster one. Its tiles have 64 rows
