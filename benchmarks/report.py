@@ -49,21 +49,24 @@ def write(folder: Path, readme: Path) -> list[str]:
         raise ValueError(f"no CSV in {folder} or its folders")
     sections, messages = [], []
     for one in folders:
-        section, warnings = _section(one, readme.parent)
-        sections.append(section)
+        rows = load(one)
+        gpu = any(row.cuda for row in rows)
+        section, warnings = _section(one, rows, readme.parent, folded=not gpu)
+        sections.append((not gpu, section))
         messages += [f"{one}: {warning}" for warning in warnings]
-    body = "\n\n".join(sections)
+    body = "\n\n".join(section for _, section in sorted(sections, key=lambda s: s[0]))  # GPUs first
     head, tail = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
     readme.write_text(f"{head}\n{body}\n{tail}")
     return [*messages, f"{readme}: {len(folders)} device{'s' if len(folders) > 1 else ''}"]
 
 
-def _section(folder: Path, relative_to: Path) -> tuple[str, list[str]]:
-    """One device: where it was measured, tables, plots."""
-    rows = load(folder)
+def _section(folder: Path, rows: Sequence[Row], relative_to: Path, folded: bool) -> tuple[str, list[str]]:
+    """One device: where it was measured, tables, plots; folded: the tables and plots behind a click."""
     warnings = _stale(rows)
     lines = [f"### {' / '.join(sorted({r.gpu for r in rows if r.gpu})) or folder.name}", "", _conditions(rows)]
     lines += [f"\n> **{warning}**" for warning in warnings]
+    if folded:
+        lines += ["", "<details><summary>tables and plots</summary>"]
     main, others = _op_tables(rows)
     if main:
         lines += ["", *_HEADER, *main]
@@ -78,6 +81,8 @@ def _section(folder: Path, relative_to: Path) -> tuple[str, list[str]]:
     for name, title in _PLOTS.items():
         if (folder / name).exists():
             lines += ["", f"![{title}]({os.path.relpath(folder / name, relative_to)})"]
+    if folded:
+        lines += ["", "</details>"]
     return "\n".join(lines), warnings
 
 

@@ -73,6 +73,8 @@ def test_few_rows_have_the_tree_of_one(chunk, epilogue):
 def test_the_tiles_of_few_rows_are_one_wave():
     assert plan.gemm_plan_dict(16, 28672, 4096)["kernel"] == "sm80"
     assert plan.gemm_plan_dict(17, 28672, 4096)["kernel"] == "small"
+    assert plan.gemm_plan_dict(16, 4096, 14336, chunk=512)["kernel"] == "small"
+    assert plan.gemm_plan_dict(16, 4096, 14336, chunk=128)["kernel"] == "sm80"
     for n, k in [(14336, 4096), (4096, 14336), (4096, 4096), (6144, 4096), (12288, 3072), (28672, 4096)]:
         p = plan.gemm_small_plan_dict(1, n, k)
         assert 0.7 * 132 <= -(-n // p["tile"][1]) * p["cluster"] <= 2 * 132

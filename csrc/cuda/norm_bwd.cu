@@ -328,7 +328,8 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
     if (kDsum && active)
       dsum.load_aligned(aligned_row(p.dsum, row, sizeof(T)) + begin * int(sizeof(T)), lane, lanes, limit / V);
     team.reduce(sums, Sum{}, C(0));
-    fetch(row + ahead, free);  // every lane has left the stage of the last round
+    if (kTeam == TeamKind::kWarp) __syncwarp();  // the shuffles of a warp's reduction order no memory
+    fetch(row + ahead, free);                    // every lane has left the stage of the last round
     if (!active) continue;
     // g - mean(g) first: where the gradient is 0 (a row of one element, a constant g), so is what is left of it.
     const C mean_gh = sums[0] * inverse, mean_g = kRms ? C(0) : sums[kRms ? 0 : 1] * inverse;
@@ -569,7 +570,10 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
       continue;
     }
     team.reduce(sums, Sum{}, C(0));
-    if (kBulk) fetch();  // every lane has left the stage of the last round
+    if (kBulk) {
+      if (lanes <= 32) __syncwarp();  // the shuffles of a warp's reduction order no memory
+      fetch();                        // every lane has left the stage of the last round
+    }
     // g - mean(g) first: where the gradient is 0 (a row of one element, a constant g), so is what is left of it.
     const C mean_gh = sums[0] * inverse, mean_g = kRms ? C(0) : sums[kRms ? 0 : 1] * inverse;
     const auto combine = [&](int j, C(&g)[V]) {
