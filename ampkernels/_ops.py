@@ -142,6 +142,11 @@ def linear_wgrad(
     return dpre.new_empty((k, n), dtype=out_dtype).t() if transposed else dpre.new_empty((n, k), dtype=out_dtype)
 
 
+@_operator
+def linear_wgrad_add(grad: Tensor, dpre: Tensor, input: Tensor, acc: torch.dtype, chunk: int) -> None:
+    return None
+
+
 # ---------------------------------------------------------------------------------------------------------------- rows
 
 

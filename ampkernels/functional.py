@@ -55,8 +55,13 @@ def linear(
     rounded once to that dtype; dinput and dweight each rounded once, from the accumulators, to input's and weight's
     dtype; dbias from the unrounded fp32 products in a fixed order.
 
+    `weight.main_grad`: if the weight has this attribute, a contiguous fp32 tensor of its shape, backward adds dweight to
+    it (the sums as `accumulate` says, then one fp32 addition, nothing rounded to 16 bits) and gives `weight.grad`
+    nothing. The same for `gated_linear` and for both weights of `mlp`.
+
     Raises:
-        TypeError: for a dtype that is not one of the four, or weight and input differing outside autocast.
+        TypeError: for a dtype that is not one of the four, or weight and input differing outside autocast, or a
+            `main_grad` that is not fp32 (fp64 for fp64 weights).
         ValueError: for shapes that do not fit, devices that differ or are neither CPU nor CUDA, an unknown activation,
             or fp16 accumulators with inputs that are not fp16.
         NotImplementedError: for a policy other than fp32 with fp32 or fp64 inputs, whose products are a library's.
@@ -371,8 +376,26 @@ def _check_affine(
         raise ValueError(
             f"{op}: {weight_name} must have shape ({outer}, {inner}) with {inner} = {k}, got {_shape(weight)}"
         )
+    if getattr(weight, "main_grad", None) is not None:
+        _check_main_grad(op, weight_name, weight)
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != shape[0]):
         raise ValueError(f"{op}: {bias_name} must have shape ({outer},) with {outer} = {shape[0]}, got {_shape(bias)}")
+
+
+def _check_main_grad(op: str, name: str, weight: Tensor) -> None:
+    grad = weight.main_grad  # type: ignore[attr-defined]
+    fp64 = weight.dtype == torch.float64
+    if not isinstance(grad, Tensor) or grad.dtype != (torch.float64 if fp64 else torch.float32):
+        wanted = "float64" if fp64 else "float32"
+        found = grad.dtype if isinstance(grad, Tensor) else _typename(grad)
+        raise TypeError(f"{op}: {name}.main_grad must be a {wanted} tensor, got {found}")
+    if grad.shape != weight.shape or not grad.is_contiguous() or grad.device != weight.device or grad.requires_grad:
+        raise ValueError(
+            f"{op}: {name}.main_grad must be contiguous, of shape {_shape(weight)} on {weight.device}, without "
+            f"requires_grad, got {_shape(grad)} with strides {grad.stride()} on {grad.device}"
+        )
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(f"{op}: {name}.main_grad is not supported under torch.compile")
 
 
 def _refuse_mix(op: str, input: Tensor, **weights: Tensor) -> NoReturn:

@@ -40,6 +40,7 @@ def samples(device):
     yield "linear_dgrad", (dy, w, saved, 1, True, False, *acc, F32)
     for transposed in (False, True):
         yield "linear_wgrad", (dy, x, transposed, *acc, F32)
+    yield "linear_wgrad_add", (t(8, 16, device=device, dtype=F32), dy, x, F32, 128)
     z = t(3, 4, 6, device=device)
     for dim in (0, 1, 2):
         yield "softmax_fwd", (z, dim, 0.5, None, False, dim == 1, F32)

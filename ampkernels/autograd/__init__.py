@@ -45,9 +45,11 @@ def _first_order_only(op: str, backward: Callable[..., Grads]) -> Callable[..., 
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grad_outputs: Tensor | None) -> Grads:
+        if not torch.is_grad_enabled():  # no graph of the gradients is wanted: the common case, without two contexts
+            return backward(ctx, *grad_outputs)
         with torch.no_grad():
             grads = backward(ctx, *grad_outputs)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
             return grads
         present = [grad.detach().requires_grad_() for grad in grads if grad is not None]
         raising = iter(_RaiseOnBackward.apply(message, *present))

@@ -54,7 +54,7 @@ def _save(
     need_input, need_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x if need_weight else None, w if need_input else None, saved)
     ctx.dtypes = (input.dtype, weight.dtype, None if bias is None else bias.dtype)
-    ctx.transposed = is_transposed(weight)
+    ctx.weight = _WeightGrad(weight)
 
 
 def _linear_function_forward(
@@ -145,8 +145,27 @@ def _matrix_grads(
         dinput = unrows(dinput, dy)
     if need_weight:
         assert x is not None
-        dweight = _ops.linear_wgrad(dpre, rows(x), ctx.transposed, acc, chunk, ctx.dtypes[1])
+        dweight = ctx.weight.of(dpre, rows(x), acc, chunk)
     return dinput, dweight
+
+
+class _WeightGrad:
+    """Where a weight's gradient goes: into `weight.main_grad` where there is one, else into a new tensor."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.main_grad: Tensor | None = None if torch.compiler.is_compiling() else getattr(weight, "main_grad", None)
+        self.dtype = weight.dtype
+        self.transposed = is_transposed(weight)
+
+    def of(self, dpre: Tensor, input: Tensor, acc: torch.dtype, chunk: int) -> Tensor | None:
+        if self.main_grad is None:
+            return _ops.linear_wgrad(dpre, input, self.transposed, acc, chunk, self.dtype)
+        sixteen_bit = dpre.dtype in (torch.float16, torch.bfloat16)
+        if sixteen_bit and (dpre.is_cuda or chunk > 0 or acc == torch.float16):
+            _ops.linear_wgrad_add(self.main_grad, dpre, input, acc, chunk)
+        else:  # a library's product
+            self.main_grad += _ops.linear_wgrad(dpre, input, False, acc, chunk, self.main_grad.dtype)
+        return None
 
 
 def is_transposed(weight: Tensor) -> bool:
@@ -205,14 +224,14 @@ def _mlp_function_forward(
     )
     ctx.saved_pre = save_pre
     ctx.policy = (activation, acc, chunk, dtype)
-    ctx.dtypes = tuple(None if t is None else t.dtype for t in (input, w1, b1, w2, b2))
-    ctx.transposed = (is_transposed(w1), is_transposed(w2))
+    ctx.dtypes = tuple(None if t is None else t.dtype for t in (input, b1, b2))
+    ctx.weights = (_WeightGrad(w1), _WeightGrad(w2))
     return unrows(output, input)
 
 
 def _mlp_function_backward(ctx: Any, dy: Tensor) -> Grads:
     activation, acc, chunk, dtype = ctx.policy
-    input_dtype, w1_dtype, b1_dtype, w2_dtype, b2_dtype = ctx.dtypes
+    input_dtype, b1_dtype, b2_dtype = ctx.dtypes
     need_input, need_w1, need_b1, need_w2, need_b2 = ctx.needs_input_grad[:5]
     x, w1, w2, saved = ctx.saved_tensors
     dinput = dw1 = db1 = dw2 = db2 = None
@@ -235,12 +254,12 @@ def _mlp_function_backward(ctx: Any, dy: Tensor) -> Grads:
         if need_b1:
             _, db1 = _ops.linear_act_bwd(dpre, None, _ops.NONE, False, None, b1_dtype)
         if need_w1:
-            dw1 = _ops.linear_wgrad(dpre, rows(x), ctx.transposed[0], acc, chunk, w1_dtype)
+            dw1 = ctx.weights[0].of(dpre, rows(x), acc, chunk)
         if need_input:
             dinput = _ops.linear_dgrad(dpre, w1, None, _ops.NONE, False, False, acc, chunk, input_dtype)[0]
             dinput = unrows(dinput, dy)
     if need_w2:
-        dw2 = _ops.linear_wgrad(dout, hidden, ctx.transposed[1], acc, chunk, w2_dtype)
+        dw2 = ctx.weights[1].of(dout, hidden, acc, chunk)
     return dinput, dw1, db1, dw2, db2, None, None, None, None
 
 

@@ -413,6 +413,19 @@ Tensor linear_wgrad(const Tensor& dpre, const Tensor& input, bool transposed_out
   return transposed_out ? transposed(dweight) : dweight;
 }
 
+void linear_wgrad_add(Tensor grad, const Tensor& dpre, const Tensor& input, ScalarType acc, int64_t chunk) {
+  const int64_t m = dpre.size(1), n = input.size(1), k = dpre.size(0);
+  if (m == 0 || n == 0 || k == 0) return;
+  STD_TORCH_CHECK(by_gemm(dpre, acc, chunk, m, n, k), "linear_wgrad_add: a library computes this product");
+  Holder a_holder, b_holder;
+  GemmParams p = gemm_params(m, n, k, dpre.scalar_type(), acc, chunk);
+  p.a = gemm_operand(dpre, 1, a_holder);
+  p.b = gemm_operand(input, 1, b_holder);
+  p.beta = true;
+  set_output(p, grad);
+  run_gemm(p, dpre, "linear backward");
+}
+
 // The bits of `arch` (80, 90) on the CPU, under any policy.
 Tensor emulate_linear(const Tensor& input, const Tensor& weight, OptTensor bias, int64_t activation, bool gated,
                       ScalarType acc, int64_t chunk, ScalarType out_dtype, int64_t arch) {
@@ -439,7 +452,8 @@ Tensor emulate_linear(const Tensor& input, const Tensor& weight, OptTensor bias,
   m.impl("linear_act_bwd", TORCH_BOX(&linear_act_bwd));             \
   m.impl("gated_linear_act_bwd", TORCH_BOX(&gated_linear_act_bwd)); \
   m.impl("linear_dgrad", TORCH_BOX(&linear_dgrad));                 \
-  m.impl("linear_wgrad", TORCH_BOX(&linear_wgrad))
+  m.impl("linear_wgrad", TORCH_BOX(&linear_wgrad));                 \
+  m.impl("linear_wgrad_add", TORCH_BOX(&linear_wgrad_add))
 
 STABLE_TORCH_LIBRARY_IMPL(ampkernels, CPU, m) {
   AK_REGISTER_LINEAR(m);

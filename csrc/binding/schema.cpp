@@ -34,6 +34,8 @@ STABLE_TORCH_LIBRARY(ampkernels, m) {
   m.def(
       "linear_wgrad(Tensor dpre, Tensor input, bool transposed, ScalarType acc, int chunk, ScalarType out_dtype) -> "
       "Tensor dweight");
+  // grad (N, K) fp32 += dpre^T @ input, from the accumulators; only where the GEMM is ours
+  m.def("linear_wgrad_add(Tensor(a!) grad, Tensor dpre, Tensor input, ScalarType acc, int chunk) -> ()");
 
   // CPU only: linear_fwd or gated_linear_fwd with the bits of the tensor cores of `arch` (80, 90)
   m.def(
