@@ -2,29 +2,10 @@
 // row that reads it twice, the column sums by a second reading, a thread per column.
 #pragma once
 
-#include "rows_common.cuh"
+#include "norm_bwd_ring.cuh"
 
 namespace ampkernels::cuda {
 namespace {
-
-// v += vector j of a row of any dtype and stride.
-template <typename T, int V, typename C>
-__device__ __forceinline__ void add_vector(const RowsIn& m, const char* row, int j, int limit, C (&v)[V]) {
-  const auto add = [&]<typename D>() {
-    Vectors<D, V, 1> r;
-    r.load(row, m.col_stride, j, 1, limit);
-    C a[V];
-    r.get(0, a);
-#pragma unroll
-    for (int e = 0; e < V; ++e) v[e] += a[e];
-  };
-  with_dtype<T>(m.dtype, add, [&] {
-    C a[1][V];
-    load_other(row, m.dtype, m.col_stride, j, 1, limit, a);
-#pragma unroll
-    for (int e = 0; e < V; ++e) v[e] += a[0][e];
-  });
-}
 
 template <typename T>
 __global__ void __launch_bounds__(kRowsStreamingThreads)
