@@ -16,8 +16,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks.ops import OPS
+from benchmarks.ops import OPS, shape_name
 from benchmarks.records import Row, finite, read_rows
+from benchmarks.suites import GROUPS
 
 # Colour-blind safe (Okabe and Ito); ours in the strongest.
 _COLOURS = {
@@ -39,7 +40,8 @@ ROWS = ("softmax", "layer_norm", "rms_norm")
 
 
 def load(folder: Path) -> list[Row]:
-    """Rows of every CSV in a folder; of a point that several files hold, the newest.
+    """Rows of every CSV in a folder, in the order of the suites and their shapes; of a point that several files hold, the
+    newest.
 
     Raises:
         ValueError: There is no results file in it.
@@ -53,7 +55,13 @@ def load(folder: Path) -> list[Row]:
             key = (row.op, row.shape, row.dtype, row.accumulate, row.direction, row.provider, row.setting)
             if key not in newest or row.date >= newest[key].date:
                 newest[key] = row
-    return list(newest.values())
+    order = {
+        (op, shape_name(shape)): (number, place)
+        for number, (op, groups) in enumerate(GROUPS.items())
+        for place, shape in enumerate(dict.fromkeys(shape for group in groups for shape in group.shapes))
+    }
+    last = (len(GROUPS), 0)
+    return sorted(newest.values(), key=lambda row: (*order.get((row.op, row.shape), last), row.direction != "fwd"))
 
 
 def plot_folder(folder: Path) -> list[Path]:
