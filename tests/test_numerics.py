@@ -101,7 +101,7 @@ def test_the_emulation_stays_within_its_bound(dtype, kind):
             if policy.startswith("fp16") and (kind == "wide" or k > 2000):
                 continue  # beyond 65504
             for arch in ("sm90", "sm80"):
-                y = numerics.emulate_linear(x, w, accumulate=policy, out_dtype=torch.float32, arch=arch).double()
+                y = numerics.emulate(x, w, accumulate=policy, out_dtype=torch.float32, arch=arch).double()
                 error = ((y - x.double() @ w.double().T).abs() / size).max()
                 assert error <= numerics.forward_bound(k, policy, arch=arch)
 
@@ -168,17 +168,17 @@ def test_row_ops_are_invariant():
 @needs_emulation
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("activation", [None, "gelu", "silu"])
-def test_emulate_linear(activation, gated):
+def test_emulate(activation, gated):
     x, w = torch.randn(2, 3, 100).bfloat16(), torch.randn(36, 100).bfloat16()
     bias = torch.randn(36)
-    y = numerics.emulate_linear(x, w, bias, activation=activation, gated=gated, accumulate="fp32/64")
+    y = numerics.emulate(x, w, bias, activation=activation, gated=gated, accumulate="fp32/64")
     op, bound = ("gated_linear", reference.gated_linear_bound) if gated else ("linear", reference.linear_bound)
     exact = getattr(reference, op)(x, w, bias, activation=activation)
     assert y.shape == exact.shape and y.dtype == x.dtype
     assert ((y.double() - exact).abs() <= bound(x, w, bias, activation=activation)).all()
 
 
-def test_emulate_linear_refuses():
+def test_emulate_refuses():
     x, w = torch.randn(2, 8).half(), torch.randn(5, 8).half()
     for kwargs, message in [
         ({"arch": "sm70"}, "arch must be"),
@@ -187,13 +187,13 @@ def test_emulate_linear_refuses():
         ({"bias": torch.zeros(4)}, r"bias must have shape \(5,\)"),
     ]:
         with pytest.raises(ValueError, match=message):
-            numerics.emulate_linear(x, w, **kwargs)
+            numerics.emulate(x, w, **kwargs)
     with pytest.raises(TypeError, match="share a dtype"):
-        numerics.emulate_linear(x, w.bfloat16())
+        numerics.emulate(x, w.bfloat16())
     with pytest.raises(ValueError, match="in = 8"):
-        numerics.emulate_linear(x, w.T)
+        numerics.emulate(x, w.T)
     with pytest.raises(ValueError, match=r"fp16.*float16"):
-        numerics.emulate_linear(x.bfloat16(), w.bfloat16(), accumulate="fp16/64")
+        numerics.emulate(x.bfloat16(), w.bfloat16(), accumulate="fp16/64")
 
 
 # ------------------------------------------------------------------------------------------------- data, golden, command

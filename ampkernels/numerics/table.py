@@ -26,7 +26,7 @@ from ..accumulate import Accumulate
 from .bounds import forward_bound
 from .data import KINDS, generate
 from .dtypes import DTYPES
-from .emulate import emulate_linear
+from .emulation import emulate
 from .error import ErrorReport, error_report
 
 GEMMS = ("linear", "gated_linear")
@@ -100,7 +100,7 @@ def measure_gemm(
             return result
 
         def emulated(policy: Accumulate = policy) -> Tensor:
-            return emulate_linear(
+            return emulate(
                 x, w, activation=activation, gated=gated, accumulate=policy, out_dtype=torch.float32, arch=arch
             )
 

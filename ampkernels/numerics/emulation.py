@@ -11,7 +11,7 @@ from ..accumulate import Accumulate
 _ARCHS = {"sm80": 80, "sm90": 90}
 
 
-def emulate_linear(
+def emulate(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -41,26 +41,26 @@ def emulate_linear(
     Rounding points: docs/design.md, section 3. Raises ValueError for what a GPU would not compute either.
     """
     if arch not in _ARCHS:
-        raise ValueError(f"emulate_linear: arch must be 'sm80' or 'sm90', got {arch!r}")
+        raise ValueError(f"emulate: arch must be 'sm80' or 'sm90', got {arch!r}")
     if activation not in _ops.ACTIVATION_NUMBERS:
-        raise ValueError(f"emulate_linear: activation must be one of {_ops.ACTIVATIONS}, got {activation!r}")
+        raise ValueError(f"emulate: activation must be one of {_ops.ACTIVATIONS}, got {activation!r}")
     if input.dtype != weight.dtype:
-        raise TypeError(f"emulate_linear: input and weight must share a dtype, got {input.dtype} and {weight.dtype}")
+        raise TypeError(f"emulate: input and weight must share a dtype, got {input.dtype} and {weight.dtype}")
     if input.dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"emulate_linear: input must be float16 or bfloat16, got {input.dtype}")
+        raise ValueError(f"emulate: input must be float16 or bfloat16, got {input.dtype}")
     if weight.dim() != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"emulate_linear: weight must have shape (out, in) with in = {input.shape[-1] if input.dim() else 0}, "
+            f"emulate: weight must have shape (out, in) with in = {input.shape[-1] if input.dim() else 0}, "
             f"got {tuple(weight.shape)}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"emulate_linear: bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
+        raise ValueError(f"emulate: bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
     if gated and weight.shape[0] % 2:
-        raise ValueError(f"emulate_linear: weight must have an even number of rows if gated, got {weight.shape[0]}")
+        raise ValueError(f"emulate: weight must have an even number of rows if gated, got {weight.shape[0]}")
     policy = Accumulate.parse(accumulate)
     if policy.dtype == torch.float16 and input.dtype != torch.float16:
         raise ValueError(
-            f"emulate_linear: accumulate must be fp32 for inputs of {input.dtype}, got {policy}, which takes float16 "
+            f"emulate: accumulate must be fp32 for inputs of {input.dtype}, got {policy}, which takes float16 "
             "inputs only"
         )
     with torch.no_grad():
