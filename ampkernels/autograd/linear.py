@@ -160,10 +160,9 @@ class _WeightGrad:
     def of(self, dpre: Tensor, input: Tensor, acc: torch.dtype, chunk: int) -> Tensor | None:
         if self.main_grad is None:
             return _ops.linear_wgrad(dpre, input, self.transposed, acc, chunk, self.dtype)
-        sixteen_bit = dpre.dtype in (torch.float16, torch.bfloat16)
-        if sixteen_bit and (dpre.is_cuda or chunk > 0 or acc == torch.float16):
+        if dpre.is_cuda and dpre.dtype in (torch.float16, torch.bfloat16):
             _ops.linear_wgrad_add(self.main_grad, dpre, input, acc, chunk)
-        else:  # a library's product
+        else:
             self.main_grad += _ops.linear_wgrad(dpre, input, False, acc, chunk, self.main_grad.dtype)
         return None
 

@@ -2,10 +2,10 @@
 
     python -m ampkernels.numerics.fuzz --cases 10000 --device cuda
 
-Each case draws an op, dtype, policy, shape, activation, bias, output dtype and data, and computes y, dx, dw and dbias.
+Each case draws an op, dtype, policy, shape, activation, bias, output dtype and data, and computes y, dx, dw and db.
 Compared with them, bit by bit:
 
-- run: the same call once more (y, dx, dw, dbias);
+- run: the same call once more (y, dx, dw, db);
 - rows: a part of the batch, and one row of it (y, dx);
 - layout: operands one element off their alignment, and with a gap of NaN behind each aligned row (y, dx, dw);
 - path: mma.sync where WGMMA is what is used, on CUDA (y, dx, dw);
@@ -25,10 +25,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .. import functional
 from .._ops import ACTIVATIONS
 from .data import generate
-from .golden import Outputs
+from .golden import Outputs, forward_and_backward
 from .invariance import Difference, compare_bits
 
 POLICIES = {
@@ -61,11 +60,16 @@ class Case:
     ) -> Outputs:
         x, w = (place(t.to(device)).requires_grad_() for t in (self.x[rows], self.w))
         bias = None if self.bias is None else self.bias.to(device).requires_grad_()
-        function = getattr(functional, self.op)
-        y = function(x, w, bias, activation=self.activation, accumulate=self.policy, out_dtype=self.out_dtype)
-        y.backward(self.dy[rows].to(device, y.dtype))
-        grads = {"dx": x.grad, "dw": w.grad, "dbias": None if bias is None else bias.grad}
-        return {"y": y, **{key: g for key, g in grads.items() if g is not None}}
+        return forward_and_backward(
+            self.op,
+            x,
+            w,
+            bias,
+            self.dy[rows],
+            activation=self.activation,
+            accumulate=self.policy,
+            out_dtype=self.out_dtype,
+        )
 
 
 def one_element_off(t: Tensor) -> Tensor:
@@ -139,7 +143,7 @@ def compare(case: Case, device: str, choose: random.Random, tallies: dict[str, T
 
     m = case.shape[0]
     begin = choose.randrange(m)
-    tally("run", case.run(device), ("y", "dx", "dw", "dbias"))
+    tally("run", case.run(device), ("y", "dx", "dw", "db"))
     for part in (slice(begin, begin + 1), slice(begin, choose.randint(begin + 1, m))):
         tally("rows", case.run(device, part), ("y", "dx"), part)
     for place in (one_element_off, padded):

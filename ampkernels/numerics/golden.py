@@ -63,6 +63,14 @@ def _policies(dtype: torch.dtype) -> list[str]:
     return both if dtype == torch.bfloat16 else [*both, "fp16/64", "fp16/128"]
 
 
+def forward_and_backward(op: str, x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor, **options: Any) -> Outputs:
+    """y, dx, dw and, with a bias, db of `linear` or `gated_linear`; the operands require grad."""
+    y = getattr(functional, op)(x, w, b, **options)
+    y.backward(dy.to(y.device, y.dtype))
+    grads = {"dx": x.grad, "dw": w.grad, "db": None if b is None else b.grad}
+    return {"y": y, **{key: g for key, g in grads.items() if g is not None}}
+
+
 # (M, N, K): one row, less than a tile, K and N that nothing divides, more than a tile, long K.
 SHAPES = [(1, 64, 256), (3, 17, 40), (33, 50, 1000), (70, 136, 520), (150, 264, 768), (16, 48, 4096)]
 
@@ -90,11 +98,7 @@ def _linear(
         )
         x, w = (t.to(device).requires_grad_() for t in (x, w))
         b = None if bias_dtype is None else generate("normal", (features,), bias_dtype, 3).to(device).requires_grad_()
-        function = getattr(functional, op)
-        y = function(x, w, b, activation=activation, accumulate=policy, out_dtype=out_dtype)
-        y.backward(dy.to(device, y.dtype))
-        grads = {"dx": x.grad, "dw": w.grad, "db": None if b is None else b.grad}
-        return {"y": y, **{key: g for key, g in grads.items() if g is not None}}
+        return forward_and_backward(op, x, w, b, dy, activation=activation, accumulate=policy, out_dtype=out_dtype)
 
     name = (
         f"{op} {_name(dtype)} {policy} m{m} n{n} k{k} {kind} {activation or 'none'} "

@@ -385,6 +385,17 @@ std::tuple<Tensor, Tensor> linear_dgrad(const Tensor& dpre, const Tensor& weight
   return {dinput, act_out};
 }
 
+// out = a^T @ b by our GEMM; add: out += it.
+void run_wgrad(const Tensor& a, const Tensor& b, const Tensor& out, ScalarType acc, int64_t chunk, bool add) {
+  Holder a_holder, b_holder;
+  GemmParams p = gemm_params(a.size(1), b.size(1), a.size(0), a.scalar_type(), acc, chunk);
+  p.a = gemm_operand(a, 1, a_holder);
+  p.b = gemm_operand(b, 1, b_holder);
+  p.beta = add;
+  set_output(p, out);
+  run_gemm(p, a, "linear backward");
+}
+
 Tensor linear_wgrad(const Tensor& dpre, const Tensor& input, bool transposed_out, ScalarType acc, int64_t chunk,
                     ScalarType out_dtype) {
   if (out_dtype == ScalarType::Double && is_16bit(dpre.scalar_type()))
@@ -395,12 +406,7 @@ Tensor linear_wgrad(const Tensor& dpre, const Tensor& input, bool transposed_out
   const int64_t m = a.size(1), n = b.size(1), k = a.size(0);
   Tensor dweight = empty_contiguous(dpre, out_dtype, {m, n});
   if (by_gemm(dpre, acc, chunk, m, n, k)) {
-    Holder a_holder, b_holder;
-    GemmParams p = gemm_params(m, n, k, dpre.scalar_type(), acc, chunk);
-    p.a = gemm_operand(a, 1, a_holder);
-    p.b = gemm_operand(b, 1, b_holder);
-    set_output(p, dweight);
-    run_gemm(p, dpre, "linear backward");
+    run_wgrad(a, b, dweight, acc, chunk, false);
     return transposed_out ? transposed(dweight) : dweight;
   }
   if (out_dtype == dpre.scalar_type()) {
@@ -417,13 +423,7 @@ void linear_wgrad_add(Tensor grad, const Tensor& dpre, const Tensor& input, Scal
   const int64_t m = dpre.size(1), n = input.size(1), k = dpre.size(0);
   if (m == 0 || n == 0 || k == 0) return;
   STD_TORCH_CHECK(by_gemm(dpre, acc, chunk, m, n, k), "linear_wgrad_add: a library computes this product");
-  Holder a_holder, b_holder;
-  GemmParams p = gemm_params(m, n, k, dpre.scalar_type(), acc, chunk);
-  p.a = gemm_operand(dpre, 1, a_holder);
-  p.b = gemm_operand(input, 1, b_holder);
-  p.beta = true;
-  set_output(p, grad);
-  run_gemm(p, dpre, "linear backward");
+  run_wgrad(dpre, input, grad, acc, chunk, true);
 }
 
 // The bits of `arch` (80, 90) on the CPU, under any policy.

@@ -4,20 +4,17 @@
 //           Cooperative: both work on one tile, each on half of its rows. Pingpong: each has a tile of its own and they
 //           take turns at the tensor cores, so that one's epilogue runs under the other's products.
 // Memory    A and B tiles of 64 k arrive by TMA in a ring of kStages slots, in the 128-byte swizzle that WGMMA reads.
-// Both
-//           majors are read as they lie: a K-major box is 64 k wide, an MN-major one 64 m or n wide. In a cluster of
-//           two, the operand that both CTAs need is loaded half by each and multicast.
+//           Both majors are read as they lie: a K-major box is 64 k wide, an MN-major one 64 m or n wide. In a cluster
+//           of two, the operand that both CTAs need is loaded half by each and multicast.
 // Barriers  full[slot]: the loader's expect_tx and the copies' bytes. empty[slot]: one arrival per consumer warp, from
 //           both CTAs where the cluster shares. order[w]: one per warp of the other warpgroup, when it has issued the
 //           last product of its turn (pingpong: of its tile).
 // Products  one WGMMA group (64 k) in flight while the next slot is awaited; a slot is released one step behind.
 // Sums      kFp32: one chain over k in the accumulators. kFp32Chunked: every chunk from zero in a second fragment,
-// added
-//           in fp32, round to nearest, in ascending order. kFp16: the same with an fp16 fragment.
+//           added in fp32, round to nearest, in ascending order. kFp16: the same with an fp16 fragment.
 // Epilogue  by panels of kPanel columns: bias and activation in fp32, one rounding, stmatrix into a swizzled buffer,
-// TMA
-//           store; the next panel does not wait for it. fp32 results go straight from the registers (a fragment row is
-//           a full 32-byte sector).
+//           TMA store; the next panel does not wait for it. fp32 results go straight from the registers (a fragment row
+//           is a full 32-byte sector).
 #pragma once
 
 #include <type_traits>

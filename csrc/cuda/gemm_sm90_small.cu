@@ -62,14 +62,12 @@ bool gemm_sm90_small_supports(const GemmParams& p) {
 }
 
 Status launch_gemm_sm90_small(const GemmParams& p, cudaStream_t stream) {
-  return launch_gemm_sm90_small(p, plan_gemm_small(p, multiprocessors(device_of_this_thread())), stream);
-}
-
-Status launch_gemm_sm90_small(const GemmParams& p, const GemmSmallPlan& plan, cudaStream_t stream) {
+  const int device = device_of_this_thread();
+  const GemmSmallPlan plan = plan_gemm_small(p, multiprocessors(device));
   const bool half = p.dtype == DType::kFloat16, gated = p.kind == EpilogueKind::kGated;
   const Instance kernel = half ? instance_of<half_t>(plan.rows) : instance_of<bfloat16_t>(plan.rows);
   if (kernel.function == nullptr) return {"gemm: no kernel for this many rows of B"};
-  if (const cudaError_t error = configure(kernel, device_of_this_thread()); error != cudaSuccess) {
+  if (const cudaError_t error = configure(kernel, device); error != cudaSuccess) {
     return {"gemm: setting the shared memory limit failed", int(error)};
   }
 

@@ -4,9 +4,8 @@
 //           A; x_rows = 8, 16, 32 or 64 are loaded, and what lies behind them in shared memory goes into results that
 //           nobody reads. Boxes of 64 k, both K-major, in the 128-byte swizzle; a stage of the ring is `boxes` of them,
 //           A's before B's.
-// Ranks     The CTAs of a cluster split k by chunks: rank r multiplies the chunks r, r + ranks, ... and after each
-// sends
-//           every warp's fragments (st.async) to the rank that owns their rows of A, which adds a round's fragments in
+// Ranks     The CTAs of a cluster split k by chunks: rank r multiplies the chunks r, r + ranks, ... and sends every
+//           warp's fragments after each (st.async) to the rank that owns their rows of A, which adds a round's in
 //           ascending order. So the ranks shape no sum under a policy; without one a rank's share of k is its chunk.
 // Threads   Warps 0 to 3 multiply, warp w the rows 16 w to 16 w + 15 of A, and write the results. One thread of warp 4
 //           loads. 160 threads and half of an SM's shared memory: the next kernel's CTA starts beside this one.
@@ -14,13 +13,13 @@
 //           multiplies. received[w], taken[w]: chunk sums of warp w have arrived, have been added.
 // Sums      Chunks of k, each from zero, added in fp32, round to nearest, in ascending order.
 // Epilogue  Through shared memory, so that a thread has four columns of a row (epilogue.cuh, with its rounding points).
-// Launch    As a dependent of the kernel before it (griddepcontrol): the first boxes of B are brought into L2 while
-// that
-//           one ends. Nothing is read or written before it has.
+// Launch    As a dependent of the kernel before it (griddepcontrol): the first boxes of B are brought into L2 while it
+//           ends. Nothing is read or written before it has.
 #pragma once
 
 #include "cuda/epilogue.cuh"
 #include "cuda/gemm_sm90_small.h"
+#include "cuda/ptx.cuh"
 #include "cuda/ptx_sm90.cuh"
 
 namespace ampkernels::cuda::sm90 {
@@ -51,7 +50,7 @@ __device__ __forceinline__ void small_load(const SmallArgs& a, const SmallPlace&
     ptx::tma_prefetch_2d(&a.w, kb * 64, row);
     if (a.gated) ptx::tma_prefetch_2d(&a.w, kb * 64, up);
   }
-  ptx::wait_for_prerequisites();
+  grid_dependency_wait();
 
   int stage = 0;
   uint32_t phase = 1;  // a fresh barrier counts as "the phase before the first has ended"
@@ -74,7 +73,7 @@ __device__ __forceinline__ void small_load(const SmallArgs& a, const SmallPlace&
       }
     }
   }
-  ptx::launch_dependents();
+  grid_launch_dependents();
 }
 
 // One round of the ranks: this one's chunk, if it has one, to the owner of each warp's rows; the owner adds `sources`
@@ -250,17 +249,17 @@ __global__ void __launch_bounds__(kSmallThreads, 2) gemm_sm90_small_kernel(const
   if (warp == 4) {
     if (ptx::elect_one()) small_load<kRows>(args, at);
     __syncwarp();
-    if (clustered) ptx::cluster_arrive_relaxed();
+    if (clustered) cluster_arrive_relaxed();
   } else {
-    ptx::wait_for_prerequisites();
+    grid_dependency_wait();
     float sum[kRows / 2];
     small_multiply<T, kRows>(args, at, sum);
-    if (clustered) ptx::cluster_arrive_relaxed();
+    if (clustered) cluster_arrive_relaxed();
     small_store<T, kRows>(args, at, sum);
   }
   if (clustered) {  // no CTA ends before the others have sent what they owe to its shared memory
     __syncwarp();
-    ptx::cluster_wait();
+    cluster_wait();
   }
 #endif
 }

@@ -12,8 +12,6 @@ namespace ampkernels::cuda {
 // Whether this kernel computes `p`: K-major operands that TMA can address. Says nothing of the device.
 bool gemm_sm90_small_supports(const GemmParams& p);
 Status launch_gemm_sm90_small(const GemmParams& p, cudaStream_t stream);
-// The same under a plan of the caller's, for tests and tuning.
-Status launch_gemm_sm90_small(const GemmParams& p, const GemmSmallPlan& plan, cudaStream_t stream);
 
 namespace sm90 {
 

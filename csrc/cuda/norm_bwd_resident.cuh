@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
                        lane, lanes);
       }
     }
-    if (!kBulk) copy_commit();
+    if (!kBulk) cp_async_commit();
     ++fetches;
     fetch_row += step;
     fetch_stage = fetch_stage + 1 == shape.stages ? 0 : fetch_stage + 1;
@@ -130,11 +130,11 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
         fetch();
       }
       if (shape.stages <= 2)
-        copy_wait<0>();
+        cp_async_wait<0>();
       else if (shape.stages == 3)
-        copy_wait<1>();
+        cp_async_wait<1>();
       else
-        copy_wait<2>();
+        cp_async_wait<2>();
       if (!kAligned) team.sync();  // lanes read units that other lanes copied
       if (shape.stages > 1) fetch();
     }
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
       }
     }
   }
-  copy_wait<0>();
+  cp_async_wait<0>();
 
   C* partial = static_cast<C*>(p.workspace) + int64_t(group) * p.cols + begin;
   if (p.dweight.data) {

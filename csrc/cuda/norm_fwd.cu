@@ -190,10 +190,10 @@ bool aligned(const NormFwdParams& p, int vector) {
          (!p.residual.data || (aligned_rows(p.residual) && aligned_rows(p.sum)));
 }
 
-// Where norm_fwd_aligned was measured to be the faster: layer_norm, but with a residual in clusters only; rms_norm in
-// warps and clusters, without a residual. `on_16`: what aligned() says.
+// Where norm_fwd_aligned is taken: layer_norm, but with a residual in clusters only; rms_norm in warps and clusters,
+// without a residual (docs/rows.md, What set the numbers). `on_16`: what aligned() says.
 template <typename T>
-bool faster_aligned(const NormFwdParams& p, RowsTier tier, bool on_16) {
+bool takes_aligned(const NormFwdParams& p, RowsTier tier, bool on_16) {
   const auto own = [](const VectorIn& v) { return v.data && v.dtype == dtype_of<T>::value; };
   const bool parameters = own(p.weight) && (p.rms ? !p.bias.data : own(p.bias));
   const bool tiers = p.residual.data ? !p.rms && tier == RowsTier::kCluster : !p.rms || tier != RowsTier::kCta;
@@ -239,7 +239,7 @@ Status launch_norm_fwd(const NormFwdParams& p, cudaStream_t stream) {
         if (plain<T>(p)) {
           const bool on_16 = aligned(p, plan.vector);
           if constexpr (sizeof(T) == 2)
-            if (faster_aligned<T>(p, plan.tier, on_16)) {
+            if (takes_aligned<T>(p, plan.tier, on_16)) {
               const bool whole = p.cols == int64_t(plan.cluster) * plan.lanes * plan.vectors_per_thread * plan.vector;
               return launch(whole ? aligned_kernel<T, true>(p, plan.tier) : aligned_kernel<T, false>(p, plan.tier));
             }

@@ -1,5 +1,6 @@
-// The PTX instructions of the mma.sync GEMM, one function each: asynchronous copies to shared memory, matrix loads from
-// it, tensor-core steps. Valid from sm_80 on.
+// PTX instructions, one function each: what several kernels share (dependent launch, cluster barriers, asynchronous
+// copies), and the mma.sync GEMM's matrix loads and tensor-core steps. Valid from sm_80 on; empty where an architecture
+// has no such thing: the plan never asks for it there.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +11,31 @@ namespace ampkernels::cuda {
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Programmatic dependent launch: nothing is read or written before `wait`; `launch_dependents` lets the next kernel's
+// CTAs take their places while this grid drains.
+__device__ __forceinline__ void grid_dependency_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void grid_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// The two halves of a cluster barrier. The first orders nothing: for a CTA that only says that it is done.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
 }
 
 // Copies `bytes` (0 to 16) to 16 bytes of shared memory and fills the rest with zeros. With 0 bytes `src` is not read.

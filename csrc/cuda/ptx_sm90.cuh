@@ -94,14 +94,6 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Its halves. The first orders nothing: for a CTA that only says that it is done.
-__device__ __forceinline__ void cluster_arrive_relaxed() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 // The address at which this CTA's shared memory `smem` lies in that of CTA `rank` of the cluster.
 __device__ __forceinline__ uint32_t cluster_address(uint32_t smem, uint32_t rank) {
   uint32_t remote;
@@ -116,18 +108,6 @@ __device__ __forceinline__ void store_async_cluster(uint32_t remote, float a, fl
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(remote),
       "f"(a), "f"(b), "f"(c), "f"(d), "r"(remote_bar)
       : "memory");
-}
-
-// ----------------------------------------------------------------------------------- dependent launches
-// (griddepcontrol)
-
-// Lets the next kernel of the stream start, if it was launched as a dependent one, once every CTA of this has said so.
-__device__ __forceinline__ void launch_dependents() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-// Waits until the kernels before this one have ended and their results can be read.
-__device__ __forceinline__ void wait_for_prerequisites() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // ---------------------------------------------------------------------------------------------------------- bulk

@@ -1,25 +1,13 @@
-// The PTX that the row kernels use: dependent launch, barriers, clusters, bulk copies, aligned loads and stores. Empty
+// The PTX that the row kernels use beside ptx.cuh's: barriers, clusters, bulk copies, aligned loads and stores. Empty
 // where an architecture has no such thing: the plan never asks for it there.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include "ampkernels/convert.h"
+#include "cuda/ptx.cuh"
 
 namespace ampkernels::cuda {
-
-// Programmatic dependent launch: nothing is read or written before `wait`; `launch_dependents` lets the next kernel's
-// CTAs take their places while this grid drains.
-__device__ __forceinline__ void grid_dependency_wait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void grid_launch_dependents() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
 
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -45,20 +33,6 @@ __device__ __forceinline__ int64_t row_group_index(int cluster) {
     asm("mov.u32 %0, %%ctaid.x;" : "=r"(id));
   return id;
 }
-__device__ __forceinline__ void cluster_arrive_relaxed() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void cluster_wait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return uint32_t(__cvta_generic_to_shared(p));
-}
-
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier) {  // one arrival per phase
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -72,14 +46,25 @@ __device__ __forceinline__ void mbarrier_expect(uint64_t* barrier, int bytes) {
                : "memory");
 #endif
 }
-// acquire at CTA scope: what is waited for lies in this CTA's shared memory, whoever wrote it, and an acquire at
-// cluster scope throws away L1 (CCTL.IVALL), parameters and spilled registers with it.
+// For what this CTA's own copies have written. An acquire at cluster scope throws away L1 (CCTL.IVALL), parameters and
+// spilled registers with it, so this one is at CTA scope.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "{\n\t.reg .pred done;\n"
       "again:\n\tmbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n\t@!done bra again;\n}" ::"r"(
           shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+#endif
+}
+// For what other CTAs of the cluster have written (store_remote_shared).
+__device__ __forceinline__ void mbarrier_wait_cluster(uint64_t* barrier, int parity) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n\t.reg .pred done;\n"
+      "again:\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t@!done bra again;\n}" ::
+          "r"(shared_address(barrier)),
       "r"(parity)
       : "memory");
 #endif

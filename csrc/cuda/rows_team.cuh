@@ -143,7 +143,7 @@ struct Team {
       if (l < cluster)
 #pragma unroll
         for (int n = 0; n < N; ++n) store_remote_shared(&mine[n * stride], arrived, l, v[n]);
-      mbarrier_wait(arrived, round >> 1 & 1);
+      mbarrier_wait_cluster(arrived, round >> 1 & 1);
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         v[n] = identity;

@@ -92,10 +92,9 @@ inline bool gemm_operand_aligned(const GemmOperand& x, int64_t outer, int64_t k,
          gemm_operand_packable(x, outer, halves);
 }
 
-// Whether the kernel for few rows (gemm_sm90_small.cuh), where it supports the problem, is the faster one. It has not
-// been timed on a B of more than one wave of its tiles, and mma.sync reads that at nearly the full rate while m <= 16.
-// The CTAs of a cluster hand every chunk on: with 112 chunks (K = 14336, chunk 128) that takes three times as long as
-// with 28.
+// Whether the kernel for few rows (gemm_sm90_small.cuh), where it supports the problem, is taken. It has not been timed
+// on a B of more than one wave of its tiles (docs/gemm.md, Few rows). The CTAs of a cluster hand every chunk on: with
+// 112 chunks (K = 14336, chunk 128) that takes 2.5 times as long as with 28 (benchmarks/results/h200/linear.csv).
 inline bool gemm_prefers_small(const GemmProblem& p) {
   const bool few_chunks = p.accumulate.chunk == 0 || p.k <= 32 * p.accumulate.chunk;
   return p.arch == 90 && p.m <= 64 && few_chunks && (p.m > 16 || p.n <= int64_t(128) * p.sms);
