@@ -243,6 +243,9 @@ _SLOPE: dict[str | None, float] = {
     "quick_gelu": 1.1,
 }
 _INNER_ROUNDINGS = 24
+# What the shorter forms of csrc/include/ampkernels/activation16.h may add, for a result of 16 bits: of a value; of a
+# derivative, times its magnitude or 0.1.
+ACTIVATION16 = 2.0**-14.2
 
 
 def linear_bound(
@@ -262,11 +265,9 @@ def linear_bound(
     with torch.no_grad():
         dtype = input.dtype
         pre, pre_error = _pre(input, weight, bias, accumulate)
-        u = UNIT_ROUNDOFF[compute_dtype(dtype)]
         y = _activation(pre, activation)
         slope = 2 * (pre.abs() + pre_error) if activation == "relu2" else _SLOPE[activation]
-        inner = 0.0 if activation in (None, "relu") else gamma(_INNER_ROUNDINGS, u) * (pre.abs() + 1)
-        error = pre_error * slope + inner
+        error = pre_error * slope + _inner_error(activation, pre, y, compute_dtype(dtype), out_dtype or dtype)
         return error + rounding(y.abs() + error, out_dtype or dtype)
 
 
@@ -288,9 +289,19 @@ def gated_linear_bound(
         u = UNIT_ROUNDOFF[compute_dtype(input.dtype)]
         act = _activation(gate, activation)
         slope = 2 * (gate.abs() + gate_error) if activation == "relu2" else _SLOPE[activation]
-        act_error = gate_error * slope + gamma(_INNER_ROUNDINGS, u) * (gate.abs() + 1)
+        act_error = gate_error * slope + _inner_error(activation, gate, act, compute_dtype(input.dtype), out_dtype or input.dtype)
         error = act_error * (up.abs() + up_error) + act.abs() * up_error + u * (act * up).abs()
         return error + rounding((act * up).abs() + error, out_dtype or input.dtype)
+
+
+def _inner_error(
+    activation: str | None, pre: Tensor, y: Tensor, compute: torch.dtype, out_dtype: torch.dtype
+) -> Tensor:
+    """Of y = activation(pre), of an exact `pre`, before y is rounded to `out_dtype`."""
+    if activation in (None, "relu"):
+        return torch.zeros_like(y)
+    short = ACTIVATION16 if out_dtype.itemsize == 2 else 0.0
+    return gamma(_INNER_ROUNDINGS, UNIT_ROUNDOFF[compute]) * (pre.abs() + 1) + short * y.abs()
 
 
 def _pre(input: Tensor, weight: Tensor, bias: Tensor | None, policy: Accumulate) -> tuple[Tensor, Tensor]:

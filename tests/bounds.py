@@ -54,7 +54,9 @@ def dpre_bound(
     if activation in ("relu", "relu2"):  # the kink: a pre-activation that rounding carries across 0
         step = 1.0 if activation == "relu" else 0.0
         moved = moved + step * (pre.abs() <= pre_error + 1e-7)
-    inner = 0.0 if activation in (None, "relu") else gamma(32, u) * (1 + pre.abs())
+    inner = torch.zeros_like(pre) if activation in (None, "relu") else gamma(32, u) * (1 + pre.abs())
+    if activation not in (None, "relu", "relu2") and dtype.itemsize == 2:
+        inner = inner + reference.ACTIVATION16 * x.grad.abs().clamp_min(0.1)
     return dpre, dy.double().abs() * (moved + inner)
 
 

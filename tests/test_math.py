@@ -38,9 +38,10 @@ class Library:
         getattr(self._lib, function)(*args, *pointers)
         return y
 
-    def activation(self, name: str, x: np.ndarray, *, grad: bool = False) -> np.ndarray:
-        function = "ak_activation" if x.dtype == np.float32 else "ak_activation_fp64"
-        return self._call(function, x, NAMES.index(name), int(grad))
+    def activation(self, name: str, x: np.ndarray, *, grad: bool = False, bits16: bool = False) -> np.ndarray:
+        if x.dtype == np.float64:
+            return self._call("ak_activation_fp64", x, NAMES.index(name), int(grad))
+        return self._call("ak_activation", x, NAMES.index(name), int(grad), int(bits16))
 
     def exp(self, x: np.ndarray) -> np.ndarray:
         return self._call("ak_exp", x)
@@ -107,6 +108,42 @@ def test_accuracy(native: Library, name: str, grad: bool) -> None:
     assert scaled_error(y, name, x, grad).max() <= (1.2 if grad else 1.0) * U
 
 
+@pytest.mark.parametrize("grad", [False, True], ids=["forward", "grad"])
+@pytest.mark.parametrize("name", SMOOTH)
+def test_accuracy_of_the_16_bit_forms(native: Library, name: str, grad: bool) -> None:
+    """activation16.h's promise: fp16's unit round-off is 2^-11, so an eighth of it at most is added."""
+    x = patterns(4099)
+    y = native.activation(name, x, grad=grad, bits16=True).astype(np.float64)
+    assert np.isfinite(y).all()
+    reference = exact(name, torch.from_numpy(x).double(), grad).numpy()
+    usable = np.isfinite(reference)
+    error, size = np.abs(y - reference)[usable], np.abs(reference[usable])
+    if grad:
+        assert (error <= 2.0**-14.7 * np.maximum(size, 0.1)).all()
+    ordinary = (size > 1e-10) if not grad else (size > 0.1)
+    assert (error[ordinary] <= 2.0**-14.2 * size[ordinary]).all()
+    tails = (size > 1e-34) & ~ordinary & (grad is False or np.abs(x[usable]) > 4)
+    assert (error[tails] <= 0.02 * size[tails]).all()
+    assert (error[size <= 1e-34] <= 1e-34).all()
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_limits_of_the_16_bit_forms(native: Library, name: str) -> None:
+    """Rounded to either format: the limits, and the values that a shorter polynomial could miss at 0."""
+    x = np.array([np.inf, -np.inf, 7e4, -7e4, 3e38, -3e38, 0.0], dtype=np.float32)
+    y = torch.from_numpy(native.activation(name, x, bits16=True))
+    slope = torch.from_numpy(native.activation(name, x, grad=True, bits16=True))
+    low, high = {"sigmoid": (0, 1), "tanh": (-1, 1)}.get(name, (0, None))
+    zero = {"sigmoid": 0.5}.get(name, 0)
+    slope_limit, slope_zero = {"sigmoid": (0, 0.25), "tanh": (0, 1)}.get(name, (1, 0.5))
+    for dtype in (torch.bfloat16, torch.float16):
+        want = [high if high is not None else v for v in x[::2].tolist()[:3]]
+        assert y.to(dtype)[:6:2].tolist() == torch.tensor(want).to(dtype).tolist()
+        assert y.to(dtype)[1:6:2].tolist() == [low] * 3
+        assert y.to(dtype)[6] == zero
+        assert slope.to(dtype).tolist() == [slope_limit, 0] * 3 + [slope_zero]
+
+
 def test_gelu_is_no_worse_than_the_textbook_formula(native: Library) -> None:
     x = patterns(4099)
     t = torch.from_numpy(x)
@@ -126,9 +163,12 @@ def test_gelu_keeps_relative_accuracy_in_the_lower_tail(native: Library) -> None
 
 @pytest.mark.parametrize("name", SMOOTH)
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "grad"])
-def test_same_bits_with_any_instruction_set(native: Library, plain: Library, name: str, grad: bool) -> None:
+@pytest.mark.parametrize("bits16", [False, True], ids=["fp32", "16-bit"])
+def test_same_bits_with_any_instruction_set(
+    native: Library, plain: Library, name: str, grad: bool, bits16: bool
+) -> None:
     x = patterns(104729)
-    a, b = (lib.activation(name, x, grad=grad).view(np.uint32) for lib in (native, plain))
+    a, b = (lib.activation(name, x, grad=grad, bits16=bits16).view(np.uint32) for lib in (native, plain))
     np.testing.assert_array_equal(a, b)
 
 
@@ -149,9 +189,10 @@ def test_limits(native: Library, dtype: type) -> None:
 def test_nan_propagates(native: Library, plain: Library, name: str, dtype: type) -> None:
     x = np.array([np.nan] * 20 + [1.0], dtype=dtype)
     for lib in (native, plain):
-        assert np.isnan(lib.activation(name, x)[:20]).all()
-        if name != "none":
-            assert np.isnan(lib.activation(name, x, grad=True)[:20]).all()
+        for bits16 in (False, True):
+            assert np.isnan(lib.activation(name, x, bits16=bits16)[:20]).all()
+            if name != "none":
+                assert np.isnan(lib.activation(name, x, grad=True, bits16=bits16)[:20]).all()
 
 
 def test_exp(native: Library) -> None:
@@ -193,5 +234,5 @@ def test_loops_vectorise(target: str, tmp_path: Path) -> None:
     report = [line for line in run.stderr.splitlines() if "loop vectorized" in line]
     vectorised = {line.split(":")[1] for line in report}
     assert {str(line) for line in loops} <= vectorised
-    # Both loops of ak_activation once per smooth activation at least.
-    assert len(report) >= 2 * len(SMOOTH) + 2
+    # Both loops of ak_activation once per smooth activation and form at least.
+    assert len(report) >= 4 * len(SMOOTH) + 2

@@ -89,6 +89,29 @@ def main() -> None:
     relative = ln2 * a
     tail = 1e-5 * 30 ** (a / 13.2)  # the relative error asked of Q: 1e-5 at 0, 3e-4 where it underflows
     show("log2_tail", fit(a, log2_2q, np.maximum(np.maximum(a, 1) * q * relative / 2e-8, relative / tail), 11))
+
+    print("\nFor results of 16 bits")
+    print("2^r on [-1/2, 1/2], degree 4, p(0) = 1; weight: relative")
+    show("exp2", fit(r, exp2, 1 / exp2, 4, (1.0,)))
+    print("(2^r - 1) / r on [-1/2, 1/2], degree 3; weight: relative")
+    show("expm1", fit(r, expm1, 1 / expm1, 3))
+    print("1 / (1 + e) on [0, 1], degree 6; weight: relative")
+    show("reciprocal", fit(e, 1 / (1 + e), 1 + e, 6))
+    print("1 / (2 + m) on [-1, 0], degree 6; weight: relative")
+    show("reciprocal of 2 + m", fit(e - 1, 1 / (1 + e), 1 + e, 6))
+    relaxed = 10 ** (-0.35 * np.maximum(a - 5, 0))  # the relative error asked of Q grows from a = 5 on
+    print("log2(erfc(a / sqrt 2)) / a on [0, 13.2], degree 7; weight: relative error of Q(a)")
+    show("log2_tail", fit(a, log2_2q, relative * relaxed, 7))
+    print("log2(2 sigmoid(-z(a))) / a on [0, 10.2], z = 2 sqrt(2 / pi) (a + 0.044715 a^3), degree 7; weight: the same")
+    b = nodes(1e-6, 10.2)
+    z = 2 * mp.sqrt(2 / mp.pi)
+    log2_2s = as_array(lambda v: mp.log(2 / (1 + mp.exp(z * (v + mp.mpf("0.044715") * v**3))), 2) / v, b)
+    show("log2_tail of gelu_tanh", fit(b, log2_2s, ln2 * b * 10 ** (-0.35 * np.maximum(b - 5, 0)), 7))
+    print("Q(a) exp(a^2 / 2) on [0, 6], degree 9; weight: the error of Q(a) - a density(a), relative down to 0.1")
+    c = nodes(0, 6)
+    mills = as_array(lambda v: mp.erfc(v / mp.sqrt(2)) / 2 * mp.exp(v * v / 2), c)
+    show("mills", fit(c, mills, 1 / np.maximum(np.abs(mills - c / np.sqrt(2 * np.pi)), 0.1), 9))
+
     log2e = mp.log(mp.e, 2)
     hi = float(np.float32(float(log2e)))
     print("log2(e):", c_hex(hi), c_hex(float(np.float32(float(log2e - hi)))))

@@ -17,21 +17,21 @@ struct alignas(64) StepBuffer {
 };
 
 template <typename C>
-void apply_activation(Activation a, C* v, int64_t n) {
-  with_activation(a, [&]<Activation A>() {
-    for (int64_t i = 0; i < n; ++i) v[i] = activation<A>(v[i]);
+void apply_activation(Activation a, Result result, C* v, int64_t n) {
+  with_activation(a, result, [&]<Activation A, Result R>() {
+    for (int64_t i = 0; i < n; ++i) v[i] = activation<A, R>(v[i]);
   });
 }
 template <typename C>
-void apply_activation_grad(Activation a, bool saved_is_output, C* v, int64_t n) {
-  with_activation(a, [&]<Activation A>() {
+void apply_activation_grad(Activation a, Result result, bool saved_is_output, C* v, int64_t n) {
+  with_activation(a, result, [&]<Activation A, Result R>() {
     if constexpr (A == Activation::kRelu || A == Activation::kNone) {
       if (saved_is_output) {
         for (int64_t i = 0; i < n; ++i) v[i] = activation_grad_from_output<A>(v[i]);
         return;
       }
     }
-    for (int64_t i = 0; i < n; ++i) v[i] = activation_grad<A>(v[i]);
+    for (int64_t i = 0; i < n; ++i) v[i] = activation_grad<A, R>(v[i]);
   });
 }
 
@@ -68,7 +68,7 @@ void act_fwd_typed(const ActFwdParams& p, int64_t begin, int64_t end) {
     for (int64_t c = 0; c < p.cols; c += kStep) {
       const int64_t n = p.cols - c < kStep ? p.cols - c : kStep;
       add_bias(gate.values, x + c, bias + c, pre != nullptr ? pre + c : nullptr, n);
-      apply_activation(p.activation, gate.values, whole_steps(n));
+      apply_activation(p.activation, result_of(p.y.dtype), gate.values, whole_steps(n));
       if (p.gated) {
         const int64_t u = p.cols + c;
         add_bias(up.values, x + u, up_bias + c, pre != nullptr ? pre + u : nullptr, n);
@@ -134,13 +134,13 @@ void act_bwd_typed(const ActBwdParams& p, int64_t block) {
         store_buffer(grad.values + i, v);
         if (p.gated) store_buffer(act.values + i, v);
       });
-      apply_activation_grad(p.activation, p.saved_is_output, grad.values, whole_steps(n));
+      apply_activation_grad(p.activation, result_of(p.saved.dtype), p.saved_is_output, grad.values, whole_steps(n));
       if (!p.gated) {
         for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
           emit_gradient<C>(load<C>(dy + c + i, step) * load_buffer(grad.values + i), dpre_c, sums_c, i, step);
         });
       } else {
-        apply_activation(p.activation, act.values, whole_steps(n));
+        apply_activation(p.activation, result_of(p.saved.dtype), act.values, whole_steps(n));
         T* dup_c = dpre != nullptr ? dpre_c + cols : nullptr;
         C* up_sums_c = sums != nullptr ? up_sums + c : nullptr;
         const T* up = saved + cols + c;

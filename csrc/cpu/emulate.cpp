@@ -342,14 +342,14 @@ AK_TARGETS void add(const float* x, float* y, int64_t n) {
 AK_TARGETS void multiply(const float* x, float* y, int64_t n) {
   for (int64_t i = 0; i < n; ++i) y[i] *= x[i];
 }
-AK_TARGETS void apply_activation(Activation activation_kind, const float* x, float* y, int64_t n) {
-  with_activation(activation_kind, [&]<Activation A>() __attribute__((always_inline)) {
-    for (int64_t i = 0; i < n; ++i) y[i] = activation<A>(x[i]);
+AK_TARGETS void apply_activation(Activation activation_kind, Result result, const float* x, float* y, int64_t n) {
+  with_activation(activation_kind, result, [&]<Activation A, Result R>() __attribute__((always_inline)) {
+    for (int64_t i = 0; i < n; ++i) y[i] = activation<A, R>(x[i]);
   });
 }
 AK_TARGETS void apply_activation_grad(Activation activation_kind, const float* x, float* y, int64_t n) {
-  with_activation(activation_kind, [&]<Activation A>() __attribute__((always_inline)) {
-    for (int64_t i = 0; i < n; ++i) y[i] = activation_grad<A>(x[i]);
+  with_activation(activation_kind, Result::k16Bit, [&]<Activation A, Result R>() __attribute__((always_inline)) {
+    for (int64_t i = 0; i < n; ++i) y[i] = activation_grad<A, R>(x[i]);
   });
 }
 
@@ -361,7 +361,7 @@ void epilogue(const GemmParams& p, int64_t row, const float* bias, float* sums, 
     float* const result = scratch + n;
     for (int64_t i = 0; i < n; ++i) saved[i] = load_as<float>(p.saved, p.dtype, row * p.ldsaved + i);
     if (p.act_out != nullptr) {
-      apply_activation(p.activation, saved, result, n);
+      apply_activation(p.activation, Result::k16Bit, saved, result, n);
       store(result, p.act_out, p.dtype, row * p.ldact_out, n);
     }
     apply_activation_grad(p.activation, saved, result, n);
@@ -372,14 +372,14 @@ void epilogue(const GemmParams& p, int64_t row, const float* bias, float* sums, 
   if (bias != nullptr) add(bias, sums, n);
   if (p.pre != nullptr) store(sums, p.pre, p.dtype, row * p.ldpre, n);
   if (p.kind == EpilogueKind::kGated) {
-    apply_activation(p.activation, sums, scratch, n / 2);
+    apply_activation(p.activation, result_of(p.d_dtype), sums, scratch, n / 2);
     multiply(sums + n / 2, scratch, n / 2);
     store(scratch, p.d, p.d_dtype, row * p.ldd, n / 2);
     return;
   }
   float* result = sums;
   if (p.activation != Activation::kNone) {
-    apply_activation(p.activation, sums, scratch, n);
+    apply_activation(p.activation, result_of(p.d_dtype), sums, scratch, n);
     result = scratch;
   }
   if (p.beta) add(static_cast<const float*>(p.d) + row * p.ldd, result, n);

@@ -26,7 +26,7 @@ constexpr int kThreads = 256;
 // Elements of an access: 16 bytes of a 16-bit dtype, or of fp64.
 template <typename C>
 constexpr int kElements = sizeof(C) == 8 ? 2 : 8;
-// Rows of a thread in flight: with two, 64 bytes or more of loads.
+// Rows of a thread in flight in forward: with two, 64 bytes or more of loads.
 template <typename C, bool kGated>
 constexpr int kRowsInFlight = sizeof(C) == 8 || kGated ? 1 : 2;
 
@@ -38,14 +38,14 @@ struct Partition {
   int64_t part_rows;
 };
 
-// About 1056 blocks (8 for each of 132 SMs, as a constant: a tree must not depend on the device), but parts of at least
-// `min_rows` rows: the partial sums of a part are written and read once.
+// About 792 blocks (6 for each of 132 SMs, as a constant: a tree must not depend on the device), which two or three to an
+// SM finish in whole waves; but parts of at least `min_rows` rows: the partial sums of a part are written and read once.
 Partition partition(int64_t rows, int64_t cols, int v, int64_t min_rows) {
   Partition s;
   s.tx = 1;
   while (s.tx < 64 && int64_t(s.tx) * v < cols) s.tx *= 2;
   s.column_blocks = (cols + s.tx * v - 1) / (s.tx * v);
-  const int64_t wanted = std::max<int64_t>((1056 + s.column_blocks - 1) / s.column_blocks, 1);
+  const int64_t wanted = std::max<int64_t>((792 + s.column_blocks - 1) / s.column_blocks, 1);
   const int64_t possible = std::max<int64_t>(rows / std::max<int64_t>(min_rows, 2 * kThreads / s.tx), 1);
   s.parts = std::min(wanted, possible);
   s.part_rows = (rows + s.parts - 1) / s.parts;
@@ -152,11 +152,11 @@ __global__ void __launch_bounds__(kThreads, 2)
         if (kGated) A::store(p.pre, row, p.cols + b.col, b.valid, up[i]);
       }
     }
-    with_activation(p.activation, [&]<Activation kAct>() {
+    with_activation(p.activation, result_of(p.y.dtype), [&]<Activation kAct, Result kResult>() {
 #pragma unroll
       for (int i = 0; i < kRows; ++i)
 #pragma unroll
-        for (int j = 0; j < V; ++j) x[i][j] = activation<kAct>(x[i][j]);
+        for (int j = 0; j < V; ++j) x[i][j] = activation<kAct, kResult>(x[i][j]);
     });
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -189,53 +189,62 @@ __device__ __forceinline__ void write_partial(const C (&sum)[V], C* partial, con
   }
 }
 
-template <typename A, bool kGated>
-__global__ void __launch_bounds__(kThreads, 2)
-    act_bwd_kernel(const __grid_constant__ ActBwdParams p, const __grid_constant__ Partition s, int64_t partial_cols) {
-  using C = typename A::C;
-  constexpr int V = A::V, kRows = kRowsInFlight<C, kGated>;
-  const Block b = locate<V>(s, p.rows, p.cols);
-  C sum[V] = {}, sum_up[V] = {};
-  const bool identity = p.activation == Activation::kNone && !kGated;
-#pragma unroll 1
-  for (int64_t row0 = b.row; row0 < b.row_end; row0 += kRows * b.row_step) {
-    typename A::Raw raw_dy[kRows], raw_saved[kRows], raw_up[kRows];
+// What a thread reads of kRows rows.
+template <typename A, int kRows, bool kIdentity, bool kGated>
+struct BackwardRows {
+  typename A::Raw dy[kRows], saved[kIdentity ? 1 : kRows], up[kGated ? kRows : 1];
+
+  __device__ __forceinline__ void load(const ActBwdParams& p, const Block& b, int64_t row0) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int64_t row = min(row0 + i * b.row_step, b.row_end - 1);  // past the end: loaded, not added
-      raw_dy[i] = A::load(p.dy, row, b.col, b.valid);
-      if (!identity) raw_saved[i] = A::load(p.saved, row, b.col, b.valid);
-      if (kGated) raw_up[i] = A::load(p.saved, row, p.cols + b.col, b.valid);
+      dy[i] = A::load(p.dy, row, b.col, b.valid);
+      if constexpr (!kIdentity) saved[i] = A::load(p.saved, row, b.col, b.valid);
+      if constexpr (kGated) up[i] = A::load(p.saved, row, p.cols + b.col, b.valid);
     }
-    C dy[kRows][V], saved[kRows][V], up[kRows][V];
+  }
+};
+
+// kIdentity: no activation, dpre is dy; the kernel is there for the sums. The next rows are on their way while these are
+// computed: the derivatives take about as long as the memory. One row at a time, so that three blocks fit an SM.
+template <typename A, bool kIdentity, bool kGated>
+__global__ void __launch_bounds__(kThreads, kGated ? 2 : 3)
+    act_bwd_kernel(const __grid_constant__ ActBwdParams p, const __grid_constant__ Partition s, int64_t partial_cols) {
+  using C = typename A::C;
+  constexpr int V = A::V, kRows = kIdentity ? 2 : 1;
+  const Block b = locate<V>(s, p.rows, p.cols);
+  C sum[V] = {}, sum_up[V] = {};
+  BackwardRows<A, kRows, kIdentity, kGated> next;
+  if (b.row < b.row_end) next.load(p, b, b.row);
+#pragma unroll 1
+  for (int64_t row0 = b.row; row0 < b.row_end; row0 += kRows * b.row_step) {
+    const BackwardRows<A, kRows, kIdentity, kGated> raw = next;
+    if (row0 + kRows * b.row_step < b.row_end) next.load(p, b, row0 + kRows * b.row_step);
+    C dpre[kRows][V], dup[kRows][V];  // dup: of a gated pair's up
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      A::unpack(raw_dy[i], dy[i]);
-      if (!identity) A::unpack(raw_saved[i], saved[i]);
-      if (kGated) A::unpack(raw_up[i], up[i]);
-    }
-    // saved_is_output needs no branch: relu' is the same of relu(x) as of x.
-    if (!identity) {
-      with_activation(p.activation, [&]<Activation kAct>() {
+    for (int i = 0; i < kRows; ++i) A::unpack(raw.dy[i], dpre[i]);
+    if constexpr (!kIdentity) {
+      C saved[kRows][V];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        A::unpack(raw.saved[i], saved[i]);
+        if constexpr (kGated) A::unpack(raw.up[i], dup[i]);
+      }
+      // saved_is_output needs no branch: relu' is the same of relu(x) as of x.
+      with_activation(p.activation, result_of(p.saved.dtype), [&]<Activation kAct, Result kResult>() {
 #pragma unroll
         for (int i = 0; i < kRows; ++i)
 #pragma unroll
           for (int j = 0; j < V; ++j) {
-            const C grad = activation_grad<kAct>(saved[i][j]);
-            if (kGated) {
-              const C value = activation<kAct>(saved[i][j]);
-              saved[i][j] = dy[i][j] * up[i][j] * grad;
-              up[i][j] = dy[i][j] * value;
+            const C dy = dpre[i][j], grad = activation_grad<kAct, kResult>(saved[i][j]);
+            if constexpr (kGated) {
+              dpre[i][j] = dy * dup[i][j] * grad;
+              dup[i][j] = dy * activation<kAct, kResult>(saved[i][j]);
             } else {
-              saved[i][j] = dy[i][j] * grad;
+              dpre[i][j] = dy * grad;
             }
           }
       });
-    } else {
-#pragma unroll
-      for (int i = 0; i < kRows; ++i)
-#pragma unroll
-        for (int j = 0; j < V; ++j) saved[i][j] = dy[i][j];
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -243,19 +252,19 @@ __global__ void __launch_bounds__(kThreads, 2)
       if (row >= b.row_end) break;
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        sum[j] = sum[j] + saved[i][j];
-        if (kGated) sum_up[j] = sum_up[j] + up[i][j];
+        sum[j] = sum[j] + dpre[i][j];
+        if constexpr (kGated) sum_up[j] = sum_up[j] + dup[i][j];
       }
       if (p.dpre.data != nullptr) {
-        A::store(p.dpre, row, b.col, b.valid, saved[i]);
-        if (kGated) A::store(p.dpre, row, p.cols + b.col, b.valid, up[i]);
+        A::store(p.dpre, row, b.col, b.valid, dpre[i]);
+        if constexpr (kGated) A::store(p.dpre, row, p.cols + b.col, b.valid, dup[i]);
       }
     }
   }
   if (p.dbias.data == nullptr) return;
   C* partial = static_cast<C*>(p.workspace) + b.part * partial_cols;
   write_partial(sum, partial, b, s);
-  if (kGated) write_partial(sum_up, partial + partial_cols / 2, b, s);
+  if constexpr (kGated) write_partial(sum_up, partial + partial_cols / 2, b, s);
 }
 
 // dbias[col] = the parts' sums: lane y of 32 adds the parts y, y + 32, ..., then the lanes are added in order.
@@ -312,7 +321,9 @@ Status act_bwd(const ActBwdParams& p, cudaStream_t stream) {
   const int64_t grid = s.parts * s.column_blocks, cols = p.gated ? 2 * p.cols : p.cols, sum_grid = (cols + 31) / 32;
   if (std::max(grid, sum_grid) > INT32_MAX) return {"act_bwd: too many columns"};
   const auto launch = [&]<typename A>() {
-    const auto kernel = p.gated ? act_bwd_kernel<A, true> : act_bwd_kernel<A, false>;
+    const auto kernel = p.gated                             ? act_bwd_kernel<A, false, true>
+                        : p.activation == Activation::kNone ? act_bwd_kernel<A, true, false>
+                                                            : act_bwd_kernel<A, false, false>;
     kernel<<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(p, s, partial_cols);
   };
   const DType dtype = p.dy.dtype;

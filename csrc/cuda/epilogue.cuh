@@ -93,16 +93,17 @@ __device__ __forceinline__ void apply_epilogue(const GemmParams& p, const QuadRo
       }
     }
     // saved_is_output needs no branch: it is relu's alone, and relu' and relu are the same of relu(x) as of x.
-    with_activation(p.activation, [&]<Activation A>() {
+    // kActGrad's saved tensor and act_out are T's, 16 bits wide.
+    with_activation(p.activation, act_grad ? Result::k16Bit : result_of(p.d_dtype), [&]<Activation A, Result R>() {
       if (act_grad) {
 #pragma unroll
         for (int j = 0; j < kQuad; ++j) {
-          v[j] = v[j] * activation_grad<A>(w[j]);
-          if (p.act_out != nullptr) w[j] = activation<A>(w[j]);
+          v[j] = v[j] * activation_grad<A, R>(w[j]);
+          if (p.act_out != nullptr) w[j] = activation<A, R>(w[j]);
         }
       } else {
 #pragma unroll
-        for (int j = 0; j < kQuad; ++j) v[j] = activation<A>(v[j]);
+        for (int j = 0; j < kQuad; ++j) v[j] = activation<A, R>(v[j]);
       }
     });
     if (gated) {

@@ -147,11 +147,19 @@ Status launch_gemm_sm90(const GemmParams& p, const GemmSm90Plan& plan, cudaStrea
                                 &args.pre_up);
     }
   }
+  if (p.saved != nullptr && tma_can_address(p.saved, p.ldsaved, p.m, p.n)) {
+    args.saved.tma = true;
+    mapped = mapped && cache.get(MapKey{p.saved, p.n, p.m, p.ldsaved, kernel.panel, 64, half, kernel.panel == 32},
+                                 &args.saved.map);
+  }
   if (p.act_out != nullptr) {
     mapped = mapped && output(cache, p.act_out, p.ldact_out, p.m, p.n, kernel.panel, half, &args.act_out);
   }
   args.d_slot = (p.pre != nullptr ? (gated ? 2 : 1) : 0) + (p.act_out != nullptr ? 1 : 0);
   args.buffered = plan.splits == 1 && (args.d.tma || args.pre.tma || args.pre_up.tma || args.act_out.tma);
+  args.all_tma = plan.splits == 1 && args.d.tma &&
+                 (p.pre == nullptr || (args.pre.tma && (!gated || args.pre_up.tma))) &&
+                 (p.act_out == nullptr || args.act_out.tma) && (p.saved == nullptr || args.saved.tma);
   if (!mapped) return {"gemm: encoding a tensor map failed", 0};
 
   Schedule90& s = args.schedule;
@@ -168,6 +176,11 @@ Status launch_gemm_sm90(const GemmParams& p, const GemmSm90Plan& plan, cudaStrea
   s.chunk_blocks =
       p.accumulate.chunk > 0 ? int32_t(std::min<int64_t>((p.accumulate.chunk + 63) / 64, s.k_blocks)) : s.k_blocks;
   s.items_per_split = s.items_m * s.items_n;
+  const int outer = s.group_along_n ? s.items_n : s.items_m, inner = s.group_along_n ? s.items_m : s.items_n;
+  s.per_split = Divisor(uint32_t(s.items_per_split));
+  s.per_group = Divisor(uint32_t(s.group * inner));
+  s.of_group = Divisor(uint32_t(s.group));
+  s.of_last_group = Divisor(uint32_t(outer % s.group == 0 ? s.group : outer % s.group));
   s.items = s.items_per_split * ((s.k_blocks + s.blocks_per_split - 1) / s.blocks_per_split);
   if (plan.splits > 1) {
     if (p.workspace == nullptr) return {"gemm: a split of K needs its workspace", 0};

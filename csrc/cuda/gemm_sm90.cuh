@@ -12,6 +12,7 @@
 // Products  one WGMMA group (64 k) in flight while the next slot is awaited; a slot is released one step behind.
 // Sums      kFp32: one chain over k in the accumulators. kFp32Chunked: every chunk from zero in a second fragment,
 //           added in fp32, round to nearest, in ascending order. kFp16: the same with an fp16 fragment.
+// Saved     kActGrad's saved tensor comes by TMA, a panel ahead, the first one under the tile's products.
 // Epilogue  by panels of kPanel columns: bias and activation in fp32, one rounding, stmatrix into a swizzled buffer,
 //           TMA store; the next panel does not wait for it. fp32 results go straight from the registers (a fragment row
 //           is a full 32-byte sector).
@@ -32,16 +33,15 @@ struct TileIndex {
 // Work items in an order that keeps a wave's operands in L2: groups of `group` tiles along one dimension, the other
 // dimension inside a group. A cluster of two takes one item, two tiles that share an operand.
 __device__ __forceinline__ TileIndex tile_of(const Schedule90& s, int work, int rank) {
-  const int split = work / s.items_per_split;
+  const int split = s.per_split.quotient(work);
   work -= split * s.items_per_split;
   const int outer_count = s.group_along_n ? s.items_n : s.items_m;
-  const int inner_count = s.group_along_n ? s.items_m : s.items_n;
-  const int per_group = s.group * inner_count;
-  const int first = work / per_group * s.group;
-  const int in_group = work % per_group;
-  const int size = min(s.group, outer_count - first);
-  const int inner = in_group / size;
-  const int outer = first + in_group - inner * size;
+  const int index = s.per_group.quotient(work);
+  const int first = index * s.group;
+  const int in_group = work - index * int(s.per_group.value);
+  const Divisor& size = outer_count - first < s.group ? s.of_last_group : s.of_group;
+  const int inner = size.quotient(in_group);
+  const int outer = first + in_group - inner * int(size.value);
   TileIndex tile{s.group_along_n ? inner : outer, s.group_along_n ? outer : inner, split};
   if (s.share == Share::kB) tile.m = 2 * tile.m + rank;
   if (s.share == Share::kA) tile.n = 2 * tile.n + rank;
@@ -260,21 +260,25 @@ __device__ __forceinline__ void consume(const Args90& args, uint32_t smem, int g
   const auto [rank, first] = walk_of(s);
   Ring<C> ring{smem, s.share != Share::kNone, rank};
   Turns<C> turns{smem, group, group == 0 ? 1u : 0u};
-  Epilogue<C> epilogue{args, smem, group};
+  Epilogue<C> epilogue(args, smem, group);
 
-  if (C::kPingpong && group == 1 && first < s.items) ring.skip(blocks_of(s, first / s.items_per_split));
+  if (C::kPingpong && group == 1 && first < s.items) ring.skip(blocks_of(s, s.per_split.quotient(first)));
   for (int work = C::kPingpong ? first + group * s.step : first; work < s.items;) {
     const TileIndex tile = tile_of(s, work, rank);
     const int blocks = blocks_of(s, tile.split);
     const int row0 = tile.m * C::kBlockM + (C::kPingpong ? 0 : group * C::kRowsPerGroup);
     const int col0 = tile.n * C::kOutN;
-    epilogue.load_bias(col0);
+    const typename Epilogue<C>::Bias bias = epilogue.fetch_bias(col0);  // under the products
+    if constexpr (C::kActGrad) {
+      if (epilogue.leader()) epilogue.fetch_saved(row0, col0);
+    }
     if (C::kPingpong) turns.take();
     Accumulators<C> acc;
     multiply<C>(ring, turns, group, blocks, s.chunk_blocks, acc);
+    epilogue.keep_bias(bias);
     epilogue.run(acc, row0, col0, tile.split);
     if constexpr (C::kPingpong) {
-      if (work + s.step < s.items) ring.skip(blocks_of(s, (work + s.step) / s.items_per_split));
+      if (work + s.step < s.items) ring.skip(blocks_of(s, s.per_split.quotient(work + s.step)));
       work += 2 * s.step;
     } else {
       work += s.step;
@@ -302,6 +306,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_sm90_kernel(const __grid_con
       ptx::mbarrier_init(base + C::kOffsetEmpty + i * 8, (C::kPingpong ? 4 : 8) * (clustered ? 2 : 1));
     }
     for (int i = 0; i < kConsumers; ++i) ptx::mbarrier_init(base + C::kOffsetOrder + i * 8, 4);
+    for (int i = 0; C::kActGrad && i < kConsumers * 2; ++i) ptx::mbarrier_init(base + C::kOffsetSaved + i * 8, 1);
     ptx::fence_mbarrier_init();
   }
   if (clustered) {

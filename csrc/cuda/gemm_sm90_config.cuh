@@ -24,6 +24,7 @@ struct Config {
   static constexpr bool kPingpong = kSchedule_ == Schedule::kPingpong;
   static constexpr Chain kChain = kChain_;
   static constexpr bool kGated = kKind == EpilogueKind::kGated;
+  static constexpr bool kActGrad = kKind == EpilogueKind::kActGrad;
 
   static constexpr int kRowsPerGroup = kPingpong ? kBlockM : kBlockM / kConsumers;
   static constexpr int kFragments = kRowsPerGroup / 64;  // m64 fragments of a warpgroup
@@ -31,17 +32,19 @@ struct Config {
   static constexpr int kOutN = kGated ? kBlockN / 2 : kBlockN;
 
   // The epilogue goes by panels, each one fence, one barrier and one store per 64 rows, and in a panel by strips, as
-  // wide as the registers beside the accumulators (and the part of a chunk) can hold.
-  static constexpr bool kLean = kFragments * kAccumulators > 128 || kChain != Chain::kFp32;
-  static constexpr int kPanel = kOutN % 64 != 0 || kChain != Chain::kFp32 || (kGated && kFragments == 1) ? 32 : 64;
-  static constexpr int kWidest = kKind == EpilogueKind::kActGrad || kChain != Chain::kFp32 ? 16
-                                 : kGated ? (kLean ? 16 : 32)
-                                          : (kLean || kMnMajorB ? 32 : 64);
+  // wide as the registers beside the accumulators can hold. kLean: few are left beside these and a chunk's fragment, so
+  // that nothing can be kept through the products.
+  static constexpr bool kLarge = kFragments * kAccumulators > 128;
+  static constexpr bool kLean = kLarge || kChain != Chain::kFp32;
+  static constexpr int kPanel =
+      kOutN % 64 != 0 || kChain != Chain::kFp32 || kActGrad || (kGated && kFragments == 1) ? 32 : 64;
+  static constexpr int kWidest = kActGrad ? 16 : kGated ? (kLean ? 16 : 32) : (kLarge || kMnMajorB ? 32 : 64);
   static constexpr int kStrip = kWidest < kPanel ? kWidest : kPanel;
   static constexpr int kPanels = kOutN / kPanel;
   static constexpr int kStripsAcross = kPanel / kStrip;  // a panel, one fragment's rows
   static constexpr int kStripsPerPanel = kFragments * kStripsAcross;
-  static constexpr int kBuffers = kGated || kPanel == 32 ? 3 : 2;  // panels per warpgroup
+  // Panels per warpgroup. kActGrad: two of the saved tensor, which the activation takes the place of, and two of d.
+  static constexpr int kBuffers = kActGrad ? 4 : kGated || kPanel == 32 ? 3 : 2;
   static constexpr int kFragmentBytes = 64 * kPanel * 2;
   static constexpr int kBufferBytes = kFragments * kFragmentBytes;
   // Cooperative warpgroups take turns of kTurnBlocks at the tensor cores, so that they do not finish together and one's
@@ -62,7 +65,8 @@ struct Config {
   static constexpr int kOffsetBarriers = kOffsetBias + kBias;
   static constexpr int kOffsetFull = kOffsetBarriers, kOffsetEmpty = kOffsetFull + kStages * 8;
   static constexpr int kOffsetOrder = kOffsetEmpty + kStages * 8;
-  static constexpr int kSmemBytes = kOffsetOrder + kConsumers * 8;
+  static constexpr int kOffsetSaved = kOffsetOrder + kConsumers * 8;
+  static constexpr int kSmemBytes = kOffsetSaved + (kActGrad ? kConsumers * 2 * 8 : 0);
 
   static_assert(kStages >= 3 && kSmemBytes <= kMaxSmem);
   static_assert(kBlockM % 64 == 0 && kBlockN % 64 == 0 && kOutN % kPanel == 0);

@@ -1,13 +1,21 @@
 // The Hopper GEMM's epilogue: from one warpgroup's accumulators to the results in memory.
 //
-// By panels of kPanel columns, in a panel by strips of 64 rows and kStrip columns: a strip is copied out of the
-// accumulators, gets bias and activation in fp32, is rounded once, and goes by stmatrix into the panel's swizzled
-// buffer. One proxy fence, one barrier of the warpgroup and one TMA store per 64 rows end a panel. The buffers rotate,
-// and the barrier also says that the next panel's have been read, so that nobody waits for a store.
+// By panels of kPanel columns, in a panel by strips of 64 rows and kStrip columns: a strip gets bias and activation in
+// fp32, is rounded once, and goes by stmatrix into the panel's swizzled buffer. One proxy fence, one barrier of the
+// warpgroup and one TMA store per 64 rows end a panel. The buffers rotate, and the barrier also says that the next
+// panel's have been read, so that nobody waits for a store.
+//
+// Registers cannot be indexed. Without an activation the strips are unrolled and read the accumulators where they are;
+// with one the loop over strips stays a loop, so that the code of nine activations exists once, and a strip is copied
+// out of the accumulators by a uniform branch. What leaves otherwise than by TMA (odd strides, fp32, split K, `beta`)
+// takes run_any, the same with every case in it.
 #pragma once
+
+#include <utility>
 
 #include "ampkernels/activation.h"
 #include "cuda/gemm_sm90_config.cuh"
+#include "cuda/ptx.cuh"
 #include "cuda/ptx_sm90.cuh"
 
 namespace ampkernels::cuda::sm90 {
@@ -40,9 +48,23 @@ struct Epilogue {
   const Args90& args;
   uint32_t smem;
   int group;
-  int next = 0;  // the buffer of the next panel's first result
+  int kept;      // thread(), where a register is left for it
+  int next = 0;  // the buffer of the next panel's first result; run_act_grad: the number of panels done
 
-  __device__ __forceinline__ bool leader() const { return threadIdx.x % kWarpgroup == 0; }
+  __device__ __forceinline__ Epilogue(const Args90& args, uint32_t smem, int group)
+      : args(args), smem(smem), group(group), kept(threadIdx.x % kWarpgroup) {
+    asm volatile("" : "+r"(kept));
+  }
+
+  // The thread's number in the warpgroup. Reading it takes as long as a load; where no register is left, it is read all
+  // the same, and nothing that is computed from it is kept either.
+  __device__ __forceinline__ int thread() const {
+    if constexpr (!C::kLean) return kept;
+    int t = threadIdx.x % kWarpgroup;
+    asm volatile("" : "+r"(t));
+    return t;
+  }
+  __device__ __forceinline__ bool leader() const { return thread() == 0; }
   __device__ __forceinline__ void sync() const { ptx::named_barrier_sync(1 + group, kWarpgroup); }
 
   // The tile's bias, in fp32; gated: gate, then up.
@@ -55,23 +77,52 @@ struct Epilogue {
            (group * C::kBuffers + (i < C::kBuffers ? i : i - C::kBuffers)) * C::kBufferBytes;
   }
 
-  __device__ __forceinline__ void load_bias(int col0) {
-    if (args.bias.data == nullptr) return;
-    sync();  // the last tile's has been read
-    for (int i = threadIdx.x % kWarpgroup; i < C::kBlockN; i += kWarpgroup) {
+  // A thread's part of the tile's bias: asked for before the products, widened and kept in shared memory after them.
+  static constexpr int kBiasValues = (C::kBlockN + kWarpgroup - 1) / kWarpgroup;
+  struct Bias {
+    uint32_t bits[kBiasValues];  // as stored, if in 16 or 32 bits; fp64 has been rounded
+  };
+  __device__ __forceinline__ Bias fetch_bias(int col0) const {
+    Bias bias = {};
+    const DType dtype = args.bias.dtype;
+    if (args.bias.data == nullptr) return bias;
+#pragma unroll
+    for (int v = 0; v < kBiasValues; ++v) {
+      const int i = v * kWarpgroup + thread();
       const bool up = C::kGated && i >= C::kBlockN / 2;
       const int col = col0 + i - (up ? C::kBlockN / 2 : 0);
-      const int64_t at = (up ? args.n_out : 0) + col;
-      const float b = col < args.n_out ? load_as<float>(args.bias.data, args.bias.dtype, at * args.bias.stride) : 0.0f;
-      ptx::store_shared(bias() + i * 4, b);
+      const int64_t at = ((up ? args.n_out : 0) + col) * args.bias.stride;
+      if (i >= C::kBlockN || col >= args.n_out) continue;
+      if (dtype == DType::kFloat64) {
+        bias.bits[v] = bit_cast<uint32_t>(load_as<float>(args.bias.data, dtype, at));
+      } else if (dtype == DType::kFloat32) {
+        bias.bits[v] = static_cast<const uint32_t*>(args.bias.data)[at];
+      } else {
+        bias.bits[v] = static_cast<const uint16_t*>(args.bias.data)[at];
+      }
     }
+    return bias;
+  }
+  __device__ __forceinline__ void keep_bias(const Bias& values) const {
+    if (args.bias.data == nullptr) return;
+    sync();  // the last tile's has been read
+#pragma unroll
+    for (int v = 0; v < kBiasValues; ++v) {
+      const int i = v * kWarpgroup + thread();
+      const uint32_t bits = values.bits[v];
+      const float b = args.bias.dtype == DType::kFloat16    ? to_float(half_t{uint16_t(bits)})
+                      : args.bias.dtype == DType::kBFloat16 ? to_float(bfloat16_t{uint16_t(bits)})
+                                                            : bit_cast<float>(bits);
+      if (i < C::kBlockN) ptx::store_shared(bias() + i * 4, b);
+    }
+    sync();
   }
 
   __device__ __forceinline__ void add_bias(float (&v)[kValues], int first) const {
-    if (args.bias.data == nullptr) return;
+    const uint32_t at = bias() + (first + 2 * (thread() % 4)) * 4;
 #pragma unroll
     for (int j = 0; j < C::kStrip / 8; ++j) {
-      const float2 b = ptx::load_shared_pair(bias() + (first + 8 * j + 2 * (threadIdx.x % 4)) * 4);
+      const float2 b = ptx::load_shared_pair(at + j * 32);
       v[4 * j] += b.x;
       v[4 * j + 1] += b.y;
       v[4 * j + 2] += b.x;
@@ -79,43 +130,66 @@ struct Epilogue {
     }
   }
 
-  // Where fragment row h (0 or 1) of this thread lies, from a strip's first row.
-  __device__ __forceinline__ int fragment_row(int h) const {
-    return threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4 + 8 * h;
+  // Where fragment row h (0 or 1) of a thread lies, from a strip's first row.
+  __device__ __forceinline__ static int fragment_row(int thread, int h) {
+    return thread / 32 * 16 + thread % 32 / 4 + 8 * h;
   }
-  __device__ __forceinline__ int fragment_col(int j) const { return 8 * j + 2 * (threadIdx.x % 4); }
+  __device__ __forceinline__ static int fragment_col(int thread, int j) { return 8 * j + 2 * (thread % 4); }
 
-  // Rounds a strip once, to T, and writes it: into the panel's buffer, in the swizzle that TMA reads, or, where TMA
-  // cannot address the matrix, from the registers.
+  __device__ __forceinline__ static void round_strip(const float (&v)[kValues], uint32_t (&pairs)[kValues / 2]) {
+#pragma unroll
+    for (int i = 0; i < kValues / 2; ++i) pairs[i] = round_pair<T>(v[2 * i], v[2 * i + 1]);
+  }
+
+  // Where this thread's stmatrix row begins in a buffer: 16-byte chunk number c of it is at that ^ (c << 4), in the
+  // swizzle that TMA reads, which exchanges chunks by 128-byte lines.
+  static constexpr int kRowBytes = C::kPanel * 2;
+  __device__ __forceinline__ uint32_t matrix_row() const {
+    const int t = thread(), lane = t % 32, r = t / 32 * 16 + lane % 16;
+    return r * kRowBytes + ((lane / 16 ^ (r * kRowBytes / 128 % (kRowBytes / 16))) << 4);
+  }
+  __device__ __forceinline__ static void stage(uint32_t row, const uint32_t (&pairs)[kValues / 2], int fragment,
+                                               int across) {
+    row += fragment * C::kFragmentBytes;
+#pragma unroll
+    for (int q = 0; q < C::kStrip / 16; ++q) {
+      ptx::stmatrix_x4(row ^ ((across * (C::kStrip / 8) + 2 * q) << 4), pairs[4 * q], pairs[4 * q + 1],
+                       pairs[4 * q + 2], pairs[4 * q + 3]);
+    }
+  }
+
+  __device__ __forceinline__ static void unstage(uint32_t row, uint32_t (&pairs)[kValues / 2], int fragment,
+                                                 int across) {
+    row += fragment * C::kFragmentBytes;
+#pragma unroll
+    for (int q = 0; q < C::kStrip / 16; ++q) {
+      uint32_t part[4];
+      ldmatrix_x4<false>(part, row ^ ((across * (C::kStrip / 8) + 2 * q) << 4));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) pairs[4 * q + i] = part[i];
+    }
+  }
+
+  // Rounds a strip once, to T, and writes it: into the panel's buffer, or, where TMA cannot address the matrix, from
+  // the registers.
   __device__ __forceinline__ void store16(const Out90& out, int slot, const float (&v)[kValues], int fragment,
                                           int across, int row, int col) {
     uint32_t pairs[kValues / 2];
-#pragma unroll
-    for (int i = 0; i < kValues / 2; ++i) pairs[i] = round_pair<T>(v[2 * i], v[2 * i + 1]);
-    if (!out.tma) {
+    round_strip(v, pairs);
+    if (out.tma) {
+      stage(buffer(slot) + matrix_row(), pairs, fragment, across);
+    } else {
       store_pairs(out, pairs, row, col);
-      return;
-    }
-    constexpr int kRowBytes = C::kPanel * 2, kChunks = kRowBytes / 16;  // the swizzle: 16-byte chunks by 128-byte lines
-    const int lane = threadIdx.x % 32;
-    const int r = threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
-    const uint32_t base = buffer(slot) + fragment * C::kFragmentBytes + r * kRowBytes;
-    const int turn = r * kRowBytes / 128 % kChunks;
-    const int first = across * (C::kStrip / 8) + lane / 16;
-#pragma unroll
-    for (int q = 0; q < C::kStrip / 16; ++q) {
-      ptx::stmatrix_x4(base + (((first + 2 * q) ^ turn) << 4), pairs[4 * q], pairs[4 * q + 1], pairs[4 * q + 2],
-                       pairs[4 * q + 3]);
     }
   }
 
   // Sends the panel's buffer on its way. The leader alone.
-  __device__ __forceinline__ void send(const Out90& out, int slot, int row0, int col) const {
+  __device__ __forceinline__ void send(const Out90& out, uint32_t from, int row0, int col) const {
     if (!out.tma) return;
 #pragma unroll
     for (int f = 0; f < C::kFragments; ++f) {
       if (row0 + f * 64 < args.m) {
-        ptx::tma_store_2d(&out.map, buffer(slot) + f * C::kFragmentBytes, col, row0 + f * 64);
+        ptx::tma_store_2d(&out.map, from + f * C::kFragmentBytes, col, row0 + f * 64);
       }
     }
   }
@@ -123,9 +197,10 @@ struct Epilogue {
   __device__ __forceinline__ void store_pairs(const Out90& out, const uint32_t (&pairs)[kValues / 2], int row,
                                               int col) const {
     T* base = static_cast<T*>(out.data);
+    const int t = thread();
 #pragma unroll
     for (int i = 0; i < kValues / 2; ++i) {
-      const int r = row + fragment_row(i & 1), c = col + fragment_col(i / 2);
+      const int r = row + fragment_row(t, i & 1), c = col + fragment_col(t, i / 2);
       if (r >= args.m || c >= args.n_out) continue;
       T* p = base + int64_t(r) * out.ld + c;
       p[0] = T{uint16_t(pairs[i] & 0xffffu)};
@@ -135,9 +210,10 @@ struct Epilogue {
 
   __device__ __forceinline__ void load_pairs(const In90& in, uint32_t (&pairs)[kValues / 2], int row, int col) const {
     const T* base = static_cast<const T*>(in.data);
+    const int t = thread();
 #pragma unroll
     for (int i = 0; i < kValues / 2; ++i) {
-      const int r = row + fragment_row(i & 1), c = col + fragment_col(i / 2);
+      const int r = row + fragment_row(t, i & 1), c = col + fragment_col(t, i / 2);
       pairs[i] = 0;
       if (r >= args.m || c >= args.n_out) continue;
       const T* p = base + int64_t(r) * in.ld + c;
@@ -152,11 +228,12 @@ struct Epilogue {
   // fp32 results straight from the registers; `add` reads what is there first.
   __device__ __forceinline__ void store32(float* base, int64_t ld, int cols, bool paired, bool add, float (&v)[kValues],
                                           int row, int col) const {
+    const int t = thread();
     if (add) {
       float2 old[kValues / 2];
 #pragma unroll
       for (int i = 0; i < kValues / 2; ++i) {
-        const int r = row + fragment_row(i & 1), c = col + fragment_col(i / 2);
+        const int r = row + fragment_row(t, i & 1), c = col + fragment_col(t, i / 2);
         const float* p = base + int64_t(r) * ld + c;
         old[i] = make_float2(0.0f, 0.0f);
         if (r < args.m && c + 1 < cols && paired) {
@@ -174,7 +251,7 @@ struct Epilogue {
     }
 #pragma unroll
     for (int i = 0; i < kValues / 2; ++i) {
-      const int r = row + fragment_row(i & 1), c = col + fragment_col(i / 2);
+      const int r = row + fragment_row(t, i & 1), c = col + fragment_col(t, i / 2);
       if (r >= args.m || c >= cols) continue;
       float* p = base + int64_t(r) * ld + c;
       if (c + 1 < cols && paired) {
@@ -186,15 +263,24 @@ struct Epilogue {
     }
   }
 
-  // Four values go through an activation together: a warp of the epilogue is alone on its scheduler (math.h, Lanes).
-  template <Activation A>
+  // kLanes values go through an activation together: a warp of the epilogue is alone on its scheduler (math.h, Lanes).
+  static constexpr int kLanes = C::kLarge ? 4 : 8;
+  template <Activation A, Result R>
   __device__ __forceinline__ static void activate(float (&v)[kValues]) {
 #pragma unroll
-    for (int i = 0; i < kValues; i += 4) {
-      const Lanes<4> y = activation<A>(Lanes<4>{v[i], v[i + 1], v[i + 2], v[i + 3]});
+    for (int i = 0; i < kValues; i += kLanes) {
+      Lanes<kLanes> x;
 #pragma unroll
-      for (int l = 0; l < 4; ++l) v[i + l] = y.v[l];
+      for (int l = 0; l < kLanes; ++l) x.v[l] = v[i + l];
+      x = activation<A, R>(x);
+#pragma unroll
+      for (int l = 0; l < kLanes; ++l) v[i + l] = x.v[l];
     }
+  }
+  // The value's form is that of its result, d, or, of a saved tensor, 16 bits.
+  __device__ __forceinline__ void activate(float (&v)[kValues]) const {
+    with_activation(args.activation, args.d_fp32 ? Result::kAny : Result::k16Bit,
+                    [&]<Activation A, Result R>() { activate<A, R>(v); });
   }
   template <Activation A>
   __device__ __forceinline__ static void multiply_by_slope(float (&v)[kValues], const uint32_t (&saved)[kValues / 2]) {
@@ -203,7 +289,7 @@ struct Epilogue {
       Lanes<4> x;
       widen_pair<T>(saved[i / 2], x.v[0], x.v[1]);
       widen_pair<T>(saved[i / 2 + 1], x.v[2], x.v[3]);
-      const Lanes<4> slope = activation_grad<A>(x);
+      const Lanes<4> slope = activation_grad<A, Result::k16Bit>(x);
 #pragma unroll
       for (int l = 0; l < 4; ++l) v[i + l] *= slope.v[l];
     }
@@ -220,8 +306,6 @@ struct Epilogue {
       if constexpr (C::kGated) up[i] = acc.sum[f][C::kAccumulators / 2 + at + i];
     }
   }
-  // The loop over strips stays a loop, so that the code of nine activations exists once: a strip is copied out of the
-  // accumulators by a uniform branch, since registers cannot be indexed.
   template <int kBegin = 0, int kEnd = C::kPanels * C::kStripsPerPanel>
   __device__ __forceinline__ static void take(const Accumulators<C>& acc, int strip, float (&v)[kValues],
                                               float (&up)[kValues]) {
@@ -237,18 +321,192 @@ struct Epilogue {
     }
   }
 
+  // The buffers of a panel are free: the last panel's barrier has seen to it, unless the results take all of them.
+  __device__ __forceinline__ void begin_panel(int results) const {
+    if (2 * results <= C::kBuffers) return;
+    if (leader()) ptx::bulk_wait_read<0>();
+    sync();
+  }
+  __device__ __forceinline__ void end_panel(int results, int row0, int col) {
+    ptx::fence_async_proxy();
+    // Before the barrier lets anyone go on to the next panel's buffers, the stores before this panel's have read them.
+    if (leader()) ptx::bulk_wait_read<0>();
+    sync();
+    if (leader()) {
+      send(args.d, buffer(args.d_slot), row0, col);
+      if constexpr (C::kActGrad) {
+        send(args.act_out, buffer(0), row0, col);
+      } else {
+        send(args.pre, buffer(0), row0, col);
+        if constexpr (C::kGated) send(args.pre_up, buffer(1), row0, col);
+      }
+      ptx::bulk_commit();
+    }
+    next += results;
+    if (next >= C::kBuffers) next -= C::kBuffers;
+  }
+
+  // d = acc + bias, by TMA.
+  template <int kPanelIndex>
+  __device__ __forceinline__ void run_plain_panel(const Accumulators<C>& acc, int row0, int col0) {
+    const int col = col0 + kPanelIndex * C::kPanel;
+    if (col >= args.n_out) return;
+    begin_panel(1);
+    const uint32_t row = buffer(0) + matrix_row();
+    const bool biased = args.bias.data != nullptr;
+    [&]<int... kStrips>(std::integer_sequence<int, kStrips...>) {
+      const auto strip = [&]<int kStripInPanel>() {
+        constexpr int kAcross = kStripInPanel % C::kStripsAcross;
+        float v[kValues], up[kValues];
+        take<kPanelIndex * C::kStripsPerPanel + kStripInPanel>(acc, v, up);
+        if (biased) add_bias(v, kPanelIndex * C::kPanel + kAcross * C::kStrip);
+        uint32_t pairs[kValues / 2];
+        round_strip(v, pairs);
+        stage(row, pairs, kStripInPanel / C::kStripsAcross, kAcross);
+      };
+      (strip.template operator()<kStrips>(), ...);
+    }(std::make_integer_sequence<int, C::kStripsPerPanel>{});
+    end_panel(1, row0, col);
+  }
+  __device__ __forceinline__ void run_plain(const Accumulators<C>& acc, int row0, int col0) {
+    [&]<int... kPanels>(std::integer_sequence<int, kPanels...>) {
+      (run_plain_panel<kPanels>(acc, row0, col0), ...);
+    }(std::make_integer_sequence<int, C::kPanels>{});
+  }
+
+  // y = act(acc + bias), or act(gate) * up, with the pre-activations where they are wanted; all by TMA.
+  __device__ __forceinline__ void run_activated(const Accumulators<C>& acc, int row0, int col0) {
+    const int results = args.d_slot + 1;
+    const bool biased = args.bias.data != nullptr, saves = args.pre.data != nullptr;
+    const Activation activation = args.activation;
+#pragma unroll 1
+    for (int panel = 0; panel < C::kPanels; ++panel) {
+      const int panel_col = col0 + panel * C::kPanel;
+      if (panel_col >= args.n_out) break;
+      begin_panel(results);
+#pragma unroll 1
+      for (int strip = 0; strip < C::kStripsPerPanel; ++strip) {
+        const int fragment = strip / C::kStripsAcross, across = strip % C::kStripsAcross;
+        const int first = panel * C::kPanel + across * C::kStrip;
+        float v[kValues], up[kValues];
+        take(acc, panel * C::kStripsPerPanel + strip, v, up);
+        if (biased) {
+          add_bias(v, first);
+          if constexpr (C::kGated) add_bias(up, C::kBlockN / 2 + first);
+        }
+        uint32_t pairs[kValues / 2];
+        if (saves) {
+          round_strip(v, pairs);
+          stage(buffer(0) + matrix_row(), pairs, fragment, across);
+          if constexpr (C::kGated) {
+            round_strip(up, pairs);
+            stage(buffer(1) + matrix_row(), pairs, fragment, across);
+          }
+        }
+        with_activation(activation, [&]<Activation A>() { activate<A, Result::k16Bit>(v); });
+        if constexpr (C::kGated) {
+#pragma unroll
+          for (int i = 0; i < kValues; ++i) v[i] *= up[i];
+        }
+        round_strip(v, pairs);
+        stage(buffer(args.d_slot) + matrix_row(), pairs, fragment, across);
+      }
+      end_panel(results, row0, panel_col);
+    }
+  }
+
+  // kActGrad: panel number i's saved tensor is in the group's buffer i % 2, and so is the activation of it; d in the
+  // buffer 2 + i % 2.
+  __device__ __forceinline__ uint32_t saved_buffer(int turn) const {
+    return smem + C::kOffsetEpilogue + (group * C::kBuffers + turn) * C::kBufferBytes;
+  }
+  __device__ __forceinline__ uint32_t saved_barrier(int turn) const {
+    return smem + C::kOffsetSaved + (group * 2 + turn) * 8;
+  }
+  // Asks for the saved tensor of panel number `next + ahead`, whose buffer's last store has been read. The leader
+  // alone.
+  __device__ __forceinline__ void fetch_saved(int row0, int col, int ahead = 0) const {
+    if (!args.all_tma || row0 >= args.m || col >= args.n_out) return;
+    const int turn = (next + ahead) % 2;
+    const int fragments = min((args.m - row0 + 63) / 64, C::kFragments);
+    ptx::mbarrier_arrive_expect_tx(saved_barrier(turn), uint32_t(fragments * C::kFragmentBytes));
+#pragma unroll
+    for (int f = 0; f < C::kFragments; ++f) {
+      if (f < fragments) {
+        ptx::tma_load_2d(saved_buffer(turn) + f * C::kFragmentBytes, &args.saved.map, saved_barrier(turn), col,
+                         row0 + f * 64);
+      }
+    }
+  }
+
+  // d = acc * act'(saved), and act(saved), rounded, where it is wanted; all by TMA.
+  __device__ __forceinline__ void run_act_grad(const Accumulators<C>& acc, int row0, int col0) {
+    const bool activates = args.act_out.data != nullptr;
+    const Activation recomputed = args.saved_is_output ? Activation::kNone : args.activation;
+#pragma unroll 1
+    for (int panel = 0; panel < C::kPanels; ++panel) {
+      const int panel_col = col0 + panel * C::kPanel;
+      if (panel_col >= args.n_out) break;
+      const int turn = next % 2;
+      ptx::mbarrier_wait(saved_barrier(turn), next / 2 % 2);
+#pragma unroll 1
+      for (int strip = 0; strip < C::kStripsPerPanel; ++strip) {
+        const int fragment = strip / C::kStripsAcross, across = strip % C::kStripsAcross;
+        if (strip == C::kStripsPerPanel / 2 && panel + 1 < C::kPanels && leader()) {
+          ptx::bulk_wait_read<0>();  // the last panel's stores, half a panel ago
+          fetch_saved(row0, panel_col + C::kPanel, 1);
+        }
+        const uint32_t saved_row = saved_buffer(turn) + matrix_row();
+        uint32_t saved[kValues / 2];
+        unstage(saved_row, saved, fragment, across);
+        float v[kValues], up[kValues];
+        if (activates) {
+#pragma unroll
+          for (int i = 0; i < kValues / 2; ++i) widen_pair<T>(saved[i], v[2 * i], v[2 * i + 1]);
+          with_activation(recomputed, [&]<Activation A>() { activate<A, Result::k16Bit>(v); });
+          uint32_t pairs[kValues / 2];
+          round_strip(v, pairs);
+          stage(saved_row, pairs, fragment, across);
+        }
+        take(acc, panel * C::kStripsPerPanel + strip, v, up);
+        with_activation(args.activation, [&]<Activation A>() { multiply_by_slope<A>(v, saved); });
+        uint32_t pairs[kValues / 2];
+        round_strip(v, pairs);
+        stage(saved_row + 2 * C::kBufferBytes, pairs, fragment, across);
+      }
+      ptx::fence_async_proxy();
+      if (leader()) ptx::bulk_wait_read<0>();
+      sync();
+      if (leader()) {
+        if (activates) send(args.act_out, saved_buffer(turn), row0, panel_col);
+        send(args.d, saved_buffer(turn) + 2 * C::kBufferBytes, row0, panel_col);
+        ptx::bulk_commit();
+      }
+      ++next;
+    }
+  }
+
   __device__ __forceinline__ void run(const Accumulators<C>& acc, int row0, int col0, int split) {
+    if (row0 >= args.m) return;
+    if constexpr (C::kActGrad) {
+      if (args.all_tma) return run_act_grad(acc, row0, col0);
+    } else {
+      if (args.all_tma) {
+        const bool plain = !C::kGated && args.activation == Activation::kNone && args.pre.data == nullptr;
+        return plain ? run_plain(acc, row0, col0) : run_activated(acc, row0, col0);
+      }
+    }
+    run_any(acc, row0, col0, split);
+  }
+
+  __device__ __forceinline__ void run_any(const Accumulators<C>& acc, int row0, int col0, int split) {
     const bool partial = args.partials != nullptr;
     const int results = args.d_slot + 1;
-    sync();  // the bias is there
 #pragma unroll 1
     for (int panel = 0; panel < C::kPanels; ++panel) {
       const int panel_col = col0 + panel * C::kPanel;
       if (panel_col >= args.n_out || row0 >= args.m) break;
-      if (2 * results > C::kBuffers) {  // otherwise the last panel's barrier has seen to it
-        if (leader()) ptx::bulk_wait_read<0>();
-        sync();
-      }
+      begin_panel(results);
 #pragma unroll 1
       for (int strip = 0; strip < C::kStripsPerPanel; ++strip) {
         const int fragment = strip / C::kStripsAcross, across = strip % C::kStripsAcross;
@@ -258,7 +516,7 @@ struct Epilogue {
         if (row >= args.m) break;
         float v[kValues], up[kValues];
         const int index = panel * C::kStripsPerPanel + strip;
-        if (C::kKind != EpilogueKind::kActGrad || partial) take(acc, index, v, up);
+        if (!C::kActGrad || partial) take(acc, index, v, up);
         if (partial) {
           float* base = args.partials + int64_t(split) * args.m * args.n;
           const bool paired = args.n_out % 2 == 0;
@@ -266,7 +524,7 @@ struct Epilogue {
           store32(base, args.n, args.n_out, paired, false, v, row, col);
           continue;
         }
-        if constexpr (C::kKind == EpilogueKind::kActGrad) {
+        if constexpr (C::kActGrad) {
           uint32_t saved[kValues / 2];
           load_pairs(args.saved, saved, row, col);
           if (args.act_out.data != nullptr) {
@@ -274,27 +532,27 @@ struct Epilogue {
 #pragma unroll
             for (int i = 0; i < kValues / 2; ++i) widen_pair<T>(saved[i], y[2 * i], y[2 * i + 1]);
             with_activation(args.saved_is_output ? Activation::kNone : args.activation,
-                            [&]<Activation A>() { activate<A>(y); });
+                            [&]<Activation A>() { activate<A, Result::k16Bit>(y); });
             store16(args.act_out, 0, y, fragment, across, row, col);
           }
           take(acc, index, v, up);
           with_activation(args.activation, [&]<Activation A>() { multiply_by_slope<A>(v, saved); });
         } else if constexpr (C::kGated) {
-          add_bias(v, first);
-          add_bias(up, C::kBlockN / 2 + first);
+          if (args.bias.data != nullptr) {
+            add_bias(v, first);
+            add_bias(up, C::kBlockN / 2 + first);
+          }
           if (args.pre.data != nullptr) {
             store16(args.pre, 0, v, fragment, across, row, col);
             store16(args.pre_up, 1, up, fragment, across, row, col);
           }
-          with_activation(args.activation, [&]<Activation A>() { activate<A>(v); });
+          activate(v);
 #pragma unroll
           for (int i = 0; i < kValues; ++i) v[i] *= up[i];
         } else {
-          add_bias(v, first);
+          if (args.bias.data != nullptr) add_bias(v, first);
           if (args.pre.data != nullptr) store16(args.pre, 0, v, fragment, across, row, col);
-          if (args.activation != Activation::kNone) {
-            with_activation(args.activation, [&]<Activation A>() { activate<A>(v); });
-          }
+          if (args.activation != Activation::kNone) activate(v);
         }
         if (args.d_fp32) {
           store32(static_cast<float*>(args.d.data), args.d.ld, args.n_out, args.d.paired, args.beta, v, row, col);
@@ -302,25 +560,7 @@ struct Epilogue {
           store16(args.d, args.d_slot, v, fragment, across, row, col);
         }
       }
-      if (args.buffered) {
-        ptx::fence_async_proxy();
-        // Before the barrier lets anyone go on to the next panel's buffers, the stores before this panel's have read
-        // them.
-        if (leader()) ptx::bulk_wait_read<0>();
-        sync();
-        if (leader()) {
-          send(args.d, args.d_slot, row0, panel_col);
-          if constexpr (C::kKind == EpilogueKind::kActGrad) {
-            send(args.act_out, 0, row0, panel_col);
-          } else {
-            send(args.pre, 0, row0, panel_col);
-            if constexpr (C::kGated) send(args.pre_up, 1, row0, panel_col);
-          }
-          ptx::bulk_commit();
-        }
-        next += results;
-        if (next >= C::kBuffers) next -= C::kBuffers;
-      }
+      if (args.buffered) end_panel(results, row0, panel_col);
     }
   }
 };

@@ -13,6 +13,21 @@ namespace ampkernels::cuda::sm90 {
 
 enum class Chain : int32_t { kFp32 = 0, kFp32Chunked = 1, kFp16 = 2 };
 
+// Division of work items by a number that the host knows: a multiplication and a shift.
+struct Divisor {
+  uint32_t value = 1, magic = 0, shift = 0;
+
+  Divisor() = default;
+  // For 0 <= n < 2^31: n / value == (n * magic) >> (32 + shift), with magic = ceil(2^(32 + shift) / value).
+  explicit Divisor(uint32_t divisor) : value(divisor) {
+    while ((uint64_t(1) << (shift + 1)) < value) ++shift;
+    magic = value == 1 ? 0 : uint32_t(((uint64_t(1) << (32 + shift)) + value - 1) / value);
+  }
+  AK_HOST_DEVICE int32_t quotient(int32_t n) const {
+    return value == 1 ? n : int32_t((uint64_t(uint32_t(n)) * magic) >> 32 >> shift);
+  }
+};
+
 struct Schedule90 {
   int32_t items;            // tiles, or pairs of tiles, times splits
   int32_t items_per_split;  // items_m * items_n
@@ -20,6 +35,7 @@ struct Schedule90 {
   int32_t step;  // CTAs, or clusters: the distance between two items of one of them
   int32_t group;
   bool group_along_n;
+  Divisor per_split, per_group, of_group, of_last_group;  // items of a split, of a group; tiles of a group's outer side
   Share share;
   int32_t k_blocks;          // of 64
   int32_t blocks_per_split;  // k_blocks unless K is split
@@ -35,8 +51,10 @@ struct Out90 {
   bool paired;  // two neighbouring fp32 may be written at once
 };
 struct In90 {
+  CUtensorMap map;
   const void* data;
   int64_t ld;
+  bool tma;
   bool paired;
 };
 
@@ -48,6 +66,7 @@ struct Args90 {
   Activation activation;
   bool saved_is_output, d_fp32, beta;
   bool buffered;   // some result leaves through shared memory
+  bool all_tma;    // every result is of 16 bits and leaves by TMA, and what is saved comes so
   int32_t d_slot;  // d's buffer of a panel, after those of the other results
   int32_t m, n, n_out;
   float* partials;  // split K: (splits, m, n) fp32 sums instead of the epilogue

@@ -50,6 +50,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
   if (lane == 0)
 #pragma unroll 1
     for (int i = 0; i < shape.stages; ++i) mbarrier_init(&barriers[i * slots]);
+  __syncwarp();  // lanes of one warp may hold several slots: their barriers are initialised one after the other
 
   // A row into a stage: one lane of a slot starts its copies, counted on a barrier per slot and stage.
   const auto fetch = [&](int64_t row, int stage) {

@@ -33,16 +33,17 @@ using namespace ampkernels;
 constexpr const char* kNames[] = {"none",    "relu", "gelu",       "gelu_tanh", "silu",
                                   "sigmoid", "tanh", "quick_gelu", "relu2"};
 
-__host__ __device__ float evaluate(Activation kind, bool grad, float x) {
+__host__ __device__ float evaluate(Activation kind, Result result, bool grad, float x) {
   float y = 0;
-  with_activation(kind, [&]<Activation A>() { y = grad ? activation_grad<A>(x) : activation<A>(x); });
+  with_activation(kind, result,
+                  [&]<Activation A, Result R>() { y = grad ? activation_grad<A, R>(x) : activation<A, R>(x); });
   return y;
 }
 
-__global__ void evaluate_all(int kind, bool grad, uint32_t stride, uint32_t count, float* out) {
+__global__ void evaluate_all(int kind, Result result, bool grad, uint32_t stride, uint32_t count, float* out) {
   for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) {
     const float x = bit_cast<float>(i * stride);
-    out[i] = kind < 0 ? exp_fp32(x) : evaluate(Activation(kind), grad, x);
+    out[i] = kind < 0 ? exp_fp32(x) : evaluate(Activation(kind), result, grad, x);
   }
 }
 
@@ -57,17 +58,19 @@ int check_activations() {
   std::vector<float> host(kCount);
   int failed = 0;
   for (int kind = -1; kind < kActivationCount; ++kind) {
-    for (int grad = 0; grad < (kind < 0 ? 1 : 2); ++grad) {
-      evaluate_all<<<1024, 256>>>(kind, grad != 0, kStride, kCount, device);
+    for (int form = 0; form < (kind < 0 ? 1 : 4); ++form) {
+      const int grad = form % 2;
+      const Result result = form < 2 ? Result::kAny : Result::k16Bit;
+      evaluate_all<<<1024, 256>>>(kind, result, grad != 0, kStride, kCount, device);
       CHECK(cudaMemcpy(host.data(), device, kCount * sizeof(float), cudaMemcpyDeviceToHost));
       uint32_t different = 0, first = 0;
       for (uint32_t i = 0; i < kCount; ++i) {
         const float x = bit_cast<float>(i * kStride);
-        const float y = kind < 0 ? exp_fp32(x) : evaluate(Activation(kind), grad != 0, x);
+        const float y = kind < 0 ? exp_fp32(x) : evaluate(Activation(kind), result, grad != 0, x);
         if (!same(y, host[i]) && different++ == 0) first = i * kStride;
       }
-      std::printf("%-10s %-8s %u of %u differ", kind < 0 ? "exp" : kNames[kind], grad ? "gradient" : "value", different,
-                  kCount);
+      std::printf("%-10s %-8s %-6s %u of %u differ", kind < 0 ? "exp" : kNames[kind], grad ? "gradient" : "value",
+                  form < 2 ? "fp32" : "16-bit", different, kCount);
       std::printf(different ? ", first at %08x\n" : "\n", first);
       failed += different != 0;
     }

@@ -8,12 +8,12 @@ using namespace ampkernels;
 
 extern "C" {
 
-void ak_activation(int act, int grad, const float* x, float* y, int64_t n) {
-  with_activation(static_cast<Activation>(act), [&]<Activation A>() {
+void ak_activation(int act, int grad, int result, const float* x, float* y, int64_t n) {
+  with_activation(static_cast<Activation>(act), static_cast<Result>(result), [&]<Activation A, Result R>() {
     if (grad)
-      for (int64_t i = 0; i < n; ++i) y[i] = activation_grad<A>(x[i]);
+      for (int64_t i = 0; i < n; ++i) y[i] = activation_grad<A, R>(x[i]);
     else
-      for (int64_t i = 0; i < n; ++i) y[i] = activation<A>(x[i]);
+      for (int64_t i = 0; i < n; ++i) y[i] = activation<A, R>(x[i]);
   });
 }
 

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <type_traits>
 
+#include "ampkernels/activation16.h"
 #include "ampkernels/math.h"
 #include "ampkernels/types.h"
 
@@ -141,9 +142,18 @@ AK_HOST_DEVICE C sigmoid(C x) {
     return sigmoid_fp32(x);
 }
 
+// What becomes of an activation's value, or of a product with its derivative: if fp16 or bf16, the shorter forms of
+// activation16.h serve.
+enum class Result { kAny, k16Bit };
+constexpr Result result_of(DType dtype) {
+  return dtype_size(dtype) == 2 ? Result::k16Bit : Result::kAny;
+}
+template <Activation A>
+constexpr bool kHas16BitForm = A != Activation::kNone && A != Activation::kRelu && A != Activation::kRelu2;
+
 // act(x). NaN propagates; act(+-inf) is the limit. In fp32 the error against the exact value is at most
 // 2^-23 max(|x|, 1) for each of them (measured: docs/numerics.md), and the bits are the same on host and device.
-template <Activation A, typename C>
+template <Activation A, Result R = Result::kAny, typename C>
 AK_HOST_DEVICE C activation(C x) {
   static_assert(std::is_same_v<C, float> || std::is_same_v<C, double>);
   if constexpr (A == Activation::kNone)
@@ -154,12 +164,14 @@ AK_HOST_DEVICE C activation(C x) {
     return detail::relu(x) * detail::relu(x);
   else if constexpr (sizeof(C) == 8)
     return detail::activation_fp64<A>(x);
+  else if constexpr (R == Result::k16Bit)
+    return detail16::activation<A>(x);
   else
     return detail::activation_fp32<A>(x);
 }
 
 // d act(x) / dx. Finite at +-inf wherever the limit is (a pre-activation that overflowed fp16 still has a gradient).
-template <Activation A, typename C>
+template <Activation A, Result R = Result::kAny, typename C>
 AK_HOST_DEVICE C activation_grad(C x) {
   static_assert(std::is_same_v<C, float> || std::is_same_v<C, double>);
   if constexpr (A == Activation::kNone)
@@ -170,23 +182,29 @@ AK_HOST_DEVICE C activation_grad(C x) {
     return detail::relu(x) + detail::relu(x);
   else if constexpr (sizeof(C) == 8)
     return detail::activation_grad_fp64<A>(x);
+  else if constexpr (R == Result::k16Bit)
+    return detail16::activation_grad<A>(x);
   else
     return detail::activation_grad_fp32<A>(x);
 }
 
 // Several at once, operation by operation (math.h, Lanes): the same bits.
-template <Activation A, int N>
+template <Activation A, Result R = Result::kAny, int N>
 AK_HOST_DEVICE Lanes<N> activation(const Lanes<N>& x) {
-  if constexpr (A == Activation::kNone || A == Activation::kRelu || A == Activation::kRelu2) {
+  if constexpr (!kHas16BitForm<A>) {
     return map_lanes<N>([](float a) { return activation<A>(a); }, x);
+  } else if constexpr (R == Result::k16Bit) {
+    return detail16::activation<A>(x);
   } else {
     return detail::activation_fp32<A>(x);
   }
 }
-template <Activation A, int N>
+template <Activation A, Result R = Result::kAny, int N>
 AK_HOST_DEVICE Lanes<N> activation_grad(const Lanes<N>& x) {
-  if constexpr (A == Activation::kNone || A == Activation::kRelu || A == Activation::kRelu2) {
+  if constexpr (!kHas16BitForm<A>) {
     return map_lanes<N>([](float a) { return activation_grad<A>(a); }, x);
+  } else if constexpr (R == Result::k16Bit) {
+    return detail16::activation_grad<A>(x);
   } else {
     return detail::activation_grad_fp32<A>(x);
   }
@@ -224,6 +242,28 @@ AK_HOST_DEVICE void with_activation(Activation a, F&& f) {
     case Activation::kRelu2:
       return f.template operator()<Activation::kRelu2>();
   }
+}
+
+// The same with the form that the result asks for: f.template operator()<A, R>(). A struct and not a lambda, so that it
+// is inlined into functions that are built for several targets.
+namespace detail {
+template <typename F>
+struct ForResult {
+  Result result;
+  F& f;
+  template <Activation A>
+  AK_HOST_DEVICE void operator()() const {
+    if constexpr (kHas16BitForm<A>) {
+      if (result == Result::k16Bit) return f.template operator()<A, Result::k16Bit>();
+    }
+    f.template operator()<A, Result::kAny>();
+  }
+};
+}  // namespace detail
+
+template <typename F>
+AK_HOST_DEVICE void with_activation(Activation a, Result r, F&& f) {
+  with_activation(a, detail::ForResult<std::remove_reference_t<F>>{r, f});
 }
 
 }  // namespace ampkernels
