@@ -21,6 +21,7 @@ from benchmarks.runner import dtype_name, failure
 
 SUITE = "numerics"
 DATA = ("normal", "uniform")
+LENGTHS, QUICK_LENGTHS = (256, 1024, 4096, 16384, 65536), (1024, 16384)  # K
 _M = _N = 256
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -40,13 +41,18 @@ def tasks(
     accumulates: Sequence[str],
     quick: bool,
 ) -> Iterator[tuple[str, Callable[[], list[Row]]]]:
-    lengths = (1024, 16384) if quick else (256, 1024, 4096, 16384, 65536)
+    lengths = QUICK_LENGTHS if quick else LENGTHS
     names = {provider.name for provider in providers}
     for dtype in dtypes:
         for data in DATA:
             for k in lengths:
                 title = f"numerics {data} K={k} {dtype_name(dtype)}"
                 yield title, partial(_rows, device, dtype, data, k, names, accumulates)
+
+
+def describe() -> list[str]:
+    """Lines for --list."""
+    return [f"{_M}x{_N}xK, K = {', '.join(map(str, LENGTHS))}; data: {', '.join(DATA)}"]
 
 
 def _inputs(data: str, k: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks import suites
-from benchmarks.ops import DIRECTIONS
+from benchmarks import STARTED, suites
+from benchmarks.ops import DIRECTIONS, OPS
 from benchmarks.providers import PROVIDERS, Compile, Provider, find_provider
 from benchmarks.records import CsvWriter, Row, environment
 from benchmarks.roofs import Roof, Roofs
@@ -28,10 +31,43 @@ from benchmarks.timing import Budget
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ACCUMULATE = re.compile(r"fp(32|16)(/[1-9]\d*)?")
 DEFAULT_ACCUMULATE = ("fp32", "fp32/512", "fp32/128", "fp16", "fp16/128")
-QUICK_ACCUMULATE = ("fp32", "fp32/512")
+# On a CPU, a chunk is computed as a GPU would, bit by bit: --quick has no time for that.
+QUICK_ACCUMULATE = {"cuda": ("fp32", "fp32/512"), "cpu": ("fp32",)}
 
-# One step of a run: what it is called on the progress bar, and what to do.
-Task = tuple[str, Callable[[], Iterable[Row]]]
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+QUICK_S = 56.0  # of the minute that --quick promises
+# Seconds that the first step of a suite is taken to need, imports and compilers included, until one has been timed.
+_FIRST_STEP_S = {"model": 10.0, "train": 4.0}
+_FIRST_STEP_OF_OTHERS_S = 3.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """One step of a run."""
+
+    suite: str
+    name: str  # on the progress bar
+    work: Callable[[], Iterable[Row]]
+    extra: bool = False  # comes after every suite's first shape, if the time limit leaves room for it
+
+
+class Deadline:
+    """A run's time limit, kept by beginning no step that would overrun it if it took as long as its like took before."""
+
+    def __init__(self, seconds: float | None, started: float = STARTED) -> None:
+        self.seconds = seconds
+        self.started = started
+        self._expected: dict[str, float] = {}
+
+    def fits(self, suite: str) -> bool:
+        if self.seconds is None:
+            return True
+        expected = self._expected.get(suite, _FIRST_STEP_S.get(suite, _FIRST_STEP_OF_OTHERS_S))
+        return time.perf_counter() - self.started + expected <= self.seconds
+
+    def record(self, suite: str, seconds: float) -> None:
+        # Not the longest so far: a suite's first step also imports and compiles what the later ones find there.
+        self._expected[suite] = max(seconds, 0.5 * self._expected.get(suite, 0.0))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(arguments[1:])
     if arguments[:1] == ["compare"]:
         return _compare(arguments[1:])
+    if arguments[:1] == ["baselines"]:
+        return _baselines(arguments[1:])
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -55,7 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.precompile:
             precompile(arguments, options.precompile)
         return run.execute()
-    except (ValueError, RuntimeError) as error:
+    except KeyboardInterrupt:
+        print("interrupted before anything was measured", file=sys.stderr)
+        return 130
+    except (ValueError, RuntimeError, OSError) as error:
         parser.error(str(error))
 
 
@@ -63,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Speed and error against float64 of ampkernels and its peers, side by side.",
-        epilog="Without a suite: all --quick. Also: `python -m benchmarks plot DIR`, `report DIR`, `compare CSV CSV`.",
+        epilog="Without a suite: all --quick. Also: `python -m benchmarks plot DIR`, `report DIR`, `compare A B`, `baselines A`.",
     )
     parser.add_argument("suite", nargs="*", help=f"{', '.join(suites.SUITES)}, or all")
     parser.add_argument("--quick", action="store_true", help="few shapes, short measurements: under a minute on a GPU")
@@ -73,19 +114,29 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--direction", choices=(*DIRECTIONS, "both"), default="both")
     parser.add_argument("--providers", type=_names, help="comma-separated; default: all that are installed")
     parser.add_argument("--accumulate", type=_names, help="policies of ours to measure, e.g. fp32,fp32/512,fp16/128")
-    parser.add_argument("--compile-mode", default="default", help="mode of torch.compile")
+    parser.add_argument("--compile-mode", default="default", choices=COMPILE_MODES, help="mode of torch.compile")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        metavar="SECONDS",
+        help=f"begin nothing that would end later; {QUICK_S:g} for --quick on a GPU",
+    )
     parser.add_argument(
         "--precompile", type=int, default=0, metavar="N", help="first fill the compilers' caches with N processes"
     )
     parser.add_argument("--precompile-share", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="folder for the CSV; default build/benchmarks/<device>")
+    parser.add_argument("--name", help="of the CSV, without its ending; default: the suites")
     parser.add_argument("--commit", help="written into the rows where the checkout has no git history")
     parser.add_argument("--list", action="store_true", help="list suites, shapes and providers, and stop")
     return parser
 
 
 def _names(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError("names nothing")
+    return names
 
 
 class Run:
@@ -102,25 +153,30 @@ class Run:
         self.dtypes = _dtypes(options.dtype)
         self.directions = DIRECTIONS if options.direction == "both" else (options.direction,)
         self.quick: bool = options.quick or not options.suite
-        self.shapes: list[str] | None = options.shapes
+        self.shapes = _shapes(options.shapes, self.suites)
         self.providers = _providers(options.providers, self.quick)
-        default = QUICK_ACCUMULATE if self.quick else DEFAULT_ACCUMULATE
+        default = QUICK_ACCUMULATE[self.device.type] if self.quick else DEFAULT_ACCUMULATE
         self.accumulates = _accumulates(options.accumulate) if options.accumulate else default
         Compile.mode = options.compile_mode
         self.environment = environment(self.device, options.commit)
         self.out: Path = options.out or Path("build/benchmarks") / self.environment.slug
+        self.name: str | None = options.name
         self.budget = Budget.quick() if self.quick else Budget()
+        on_gpu = self.device.type == "cuda"
+        self.deadline = Deadline(options.limit or (QUICK_S if self.quick and on_gpu else None))
+        self.left_out: list[str] = []
         self.roofs = Roofs(self.device, self.quick)
         self.rows: list[Row] = []
 
     @property
     def csv_path(self) -> Path:
         name = "all" if set(self.suites) == set(suites.SUITES) else "-".join(self.suites)
-        return self.out / f"{name}{'-quick' if self.quick else ''}.csv"
+        return self.out / f"{self.name or name + ('-quick' if self.quick else '')}.csv"
 
     def execute(self) -> int:
         """Measures, showing progress; what was measured is saved and shown whatever ends the run."""
-        tasks = list(self.tasks())  # checks shapes of every suite before the first one starts
+        # All of them first: what is wrong with the arguments is said before anything is measured.
+        tasks = sorted(self.tasks(), key=lambda task: (task.extra, self.quick and task.suite == "model"))
         self.console.print(self.environment.describe(), highlight=False)
         start = time.perf_counter()
         interrupted = False
@@ -134,6 +190,8 @@ class Run:
             except KeyboardInterrupt:
                 interrupted = True
         print_rows(self.console, self.rows)
+        for line in self.notes():
+            self.console.print(line, highlight=False, soft_wrap=True)
         seconds = time.perf_counter() - start
         verb = "interrupted after" if interrupted else "in"
         self.console.print(f"{len(self.rows)} rows {verb} {seconds:.0f} s: {self.csv_path}", highlight=False)
@@ -143,68 +201,128 @@ class Run:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, TimeElapsedColumn(), console=self.console, transient=True) as progress:
             bar = progress.add_task("", total=len(tasks))
-            for number, (name, task) in enumerate(tasks, 1):
-                progress.update(bar, description=name)
+            for number, task in enumerate(tasks, 1):
+                progress.update(bar, description=task.name)
+                if not self.deadline.fits(task.suite):
+                    self.left_out.append(task.name)
+                    progress.advance(bar)
+                    continue
                 start = time.perf_counter()
-                rows = list(task())
+                for row in task.work():  # one by one: an interrupt loses only what is not measured yet
+                    yield [*map(_roof_row, self.roofs.take_fresh()), row]
+                yield [*map(_roof_row, self.roofs.take_fresh())]
+                seconds = time.perf_counter() - start
+                self.deadline.record(task.suite, seconds)
                 if not self.console.is_terminal:  # a log instead of a bar
-                    seconds = time.perf_counter() - start
-                    self.console.print(
-                        f"[{number}/{len(tasks)}] {name}: {seconds:.1f} s", highlight=False, markup=False
-                    )
-                if number == 1:
+                    line = f"[{number}/{len(tasks)}] {task.name}: {seconds:.1f} s"
+                    self.console.print(line, highlight=False, markup=False)
+                if number <= 2:  # roofs, and the first point, for which the providers were imported
                     gc.freeze()  # what the imports left behind need not be walked through after every point
-                yield [_roof_row(roof) for roof in self.roofs.take_fresh()] + rows
                 progress.advance(bar)
 
+    def notes(self) -> list[str]:
+        """What this run left out, and how to get it."""
+        lines = []
+        if self.left_out:
+            lines.append(f"left out for the limit of {self.deadline.seconds:g} s: {', '.join(self.left_out)}")
+        if self.quick:
+            absent = [p.name for p in PROVIDERS.values() if p.slow_start and p not in self.providers]
+            text = "quick: one to three shapes of each operation, one small model, ten steps of training"
+            text += f"; without {', '.join(absent)}, which compile at length, unless named" if absent else ""
+            lines.append(f"{text}. All of it: python -m benchmarks all")
+        return lines
+
     def compile_share(self, share: str) -> int:
-        """One process of `precompile`: every N-th point, starting with the I-th, of those that something compiles."""
+        """One process of `precompile`: every N-th piece of work, starting with the I-th, of what something compiles."""
         index, count = map(int, share.split("/"))
-        compilers = [
-            p for p in self.providers if p.name in ("compile", "quack", "quack_mm") and not p.missing(self.device)
-        ]
-        runner = self._runner(compilers)
+        runner = self._runner([p for p in self.providers if p.compiles and not p.missing(self.device)])
+        work: list[Callable[[], object]] = []
+        if "model" in self.suites:  # first, since it takes longest
+            from benchmarks import models
+
+            work += models.compilations(
+                self.device, self.dtypes, self.directions, self.shapes["model"], self._names(), self.quick
+            )
         points = [point for suite in self.suites if suite in suites.OP_SUITES for point in self._points(suite)]
-        for point in points[index::count]:
-            runner.compile(point)
+        work += [partial(runner.compile, point) for point in points]
+        for one in work[index::count]:
+            one()
         return 0
+
+    def _names(self) -> list[str]:
+        return [provider.name for provider in self.providers]
 
     def _runner(self, providers: Sequence[Provider]) -> OpRunner:
         return OpRunner(self.device, providers, self.accumulates, self.budget, self.roofs)
 
     def _points(self, suite: str) -> list[Point]:
-        return suites.op_points(suite, self.device, self.dtypes, self.directions, self.shapes, self.quick)
+        return suites.op_points(suite, self.device, self.dtypes, self.directions, self.shapes[suite], self.quick)
 
     def tasks(self) -> Iterator[Task]:
         """The run's steps in order. Suites that need more than operations are imported only when asked for."""
         runner = self._runner(self.providers)
+        points = {suite: self._points(suite) for suite in self.suites if suite in suites.OP_SUITES}
+        if points:
+            yield Task("roofs", "roofs", partial(self._measure_roofs, any(OPS[suite].is_gemm for suite in points)))
         for suite in self.suites:
-            if suite in suites.OP_SUITES:
-                for point in self._points(suite):
-                    yield str(point), partial(runner.run, point)
-            elif suite == "model":
+            if suite in points:
+                first = points[suite][0].shape
+                for point in points[suite]:
+                    extra = self.quick and point.shape != first
+                    yield Task(suite, str(point), partial(runner.run, point), extra)
+                continue
+            named: Iterable[tuple[str, Callable[[], Iterable[Row]]]]
+            if suite == "model":
                 from benchmarks import models
 
-                yield from models.tasks(self.device, self.dtypes, self.directions, self.shapes, self.budget, self.quick)
+                named = models.tasks(
+                    self.device,
+                    self.dtypes,
+                    self.directions,
+                    self.shapes[suite],
+                    self._names(),
+                    self.budget,
+                    self.quick,
+                )
             elif suite == "train":
                 from benchmarks import training
 
-                yield from training.tasks(self.device, self.out, self.quick, self.console)
+                named = training.tasks(self.device, self.out, self._names(), self.quick, self.console)
             else:
                 from benchmarks import accuracy
 
-                yield from accuracy.tasks(self.device, self.dtypes, self.providers, self.accumulates, self.quick)
+                named = accuracy.tasks(self.device, self.dtypes, self.providers, self.accumulates, self.quick)
+            for name, work in named:
+                yield Task(suite, name, work)
+
+    def _measure_roofs(self, gemm: bool) -> list[Row]:
+        """All roofs, whether or not a row needs them; their rows are those that are fresh."""
+        for kind in ("copy", "read", "read2write1"):
+            self.roofs.memory(kind)
+        for dtype in self.dtypes if gemm else ():
+            self.roofs.gemm(dtype)
+        return []
 
 
 def precompile(arguments: Sequence[str], processes: int) -> None:
     """Runs this command's compilations in parallel: torch.compile and QuACK keep theirs on disk, and find them again."""
     command = [sys.executable, "-m", "benchmarks", *arguments]
+    # The processes are the parallelism: Inductor's own pools of workers on top would be one per process.
+    options: dict[str, Any] = {"env": {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}}
+    options |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    start = time.perf_counter()
     workers = [
-        subprocess.Popen([*command, "--precompile-share", f"{i}/{processes}"], stdout=subprocess.DEVNULL)
-        for i in range(processes)
+        subprocess.Popen([*command, "--precompile-share", f"{i}/{processes}"], **options) for i in range(processes)
     ]
-    for worker in workers:
-        worker.wait()
+    try:
+        for worker in workers:
+            worker.wait()
+    finally:  # an interrupt ends them too
+        for worker in workers:
+            worker.terminate()
+    failed = sum(worker.returncode != 0 for worker in workers)
+    note = f", {failed} of them failed: what they did not compile is compiled while measuring" if failed else ""
+    print(f"compiled ahead in {time.perf_counter() - start:.0f} s by {processes} processes{note}", flush=True)
 
 
 def _roof_row(roof: Roof) -> Row:
@@ -247,6 +365,14 @@ def _providers(names: Sequence[str] | None, quick: bool) -> list[Provider]:
     return list(dict.fromkeys(find_provider(name) for name in names))
 
 
+def _shapes(names: Sequence[str] | None, chosen: Sequence[str]) -> dict[str, list[str] | None]:
+    """The shapes that were asked for, per suite; None stands for a suite's own."""
+    from benchmarks.models import MODELS
+
+    shares = suites.share_shapes(names, chosen, list(MODELS)) if names is not None else {}
+    return {suite: shares.get(suite) for suite in chosen}
+
+
 def _accumulates(names: Sequence[str]) -> tuple[str, ...]:
     for name in names:
         if not ACCUMULATE.fullmatch(name):
@@ -261,8 +387,13 @@ def print_list(console: Console) -> None:
         console.print(f"[bold]{suite}[/bold]")
         for group in suites.GROUPS[suite]:
             console.print(f"  {suites.describe_group(group)}", highlight=False, soft_wrap=True)
+    from benchmarks import accuracy, models, training
+
+    others = {"model": models.describe(), "train": training.describe(), "numerics": accuracy.describe()}
     for suite in suites.OTHER_SUITES:
         console.print(f"[bold]{suite}[/bold]")
+        for line in others[suite]:
+            console.print(f"  {line}", highlight=False, soft_wrap=True)
     console.print("[bold]providers[/bold]")
     for provider in PROVIDERS.values():
         names = ", ".join((provider.name, *provider.aliases))
@@ -290,13 +421,32 @@ def _compare(arguments: Sequence[str]) -> int:
         prog="python -m benchmarks compare",
         description="How well the ratios of two runs agree; exits with 1 if they do not.",
     )
-    parser.add_argument("first", type=Path)
+    parser.add_argument("first", type=Path, help="a CSV of this harness, or a folder of them")
     parser.add_argument("second", type=Path)
     parser.add_argument("--within", type=float, default=0.03, help="relative difference allowed; default 0.03")
     parser.add_argument("--above-us", type=float, default=1000.0, help="of points that take longer; default 1000")
     options = parser.parse_args(arguments)
     try:
         lines, agree = compare.ratios(options.first, options.second, options.within, options.above_us)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print("\n".join(lines))
+    return 0 if agree else 1
+
+
+def _baselines(arguments: Sequence[str]) -> int:
+    from benchmarks import compare
+
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks baselines",
+        description="Whether a run reproduces the times measured earlier; exits with 1 if not all of them are there and near.",
+    )
+    parser.add_argument("results", type=Path, nargs="+", help="CSVs of this harness, or folders of them")
+    parser.add_argument("--against", type=Path, default=compare.BASELINES, help=f"default: {compare.BASELINES.name}")
+    parser.add_argument("--within", type=float, default=0.1, help="relative difference allowed; default 0.1")
+    options = parser.parse_args(arguments)
+    try:
+        lines, agree = compare.baselines(options.results, options.against, options.within)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     print("\n".join(lines))

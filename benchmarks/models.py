@@ -9,8 +9,9 @@ steps, launch gaps included.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from benchmarks import errors
+from benchmarks.providers import Unsupported
 from benchmarks.records import Row
 from benchmarks.runner import dtype_name, failure, release
 from benchmarks.timing import Budget, Calls, Timing, make_timer, ratio
@@ -46,7 +48,8 @@ class Model:
     forward: Callable[[Any, torch.Tensor], torch.Tensor]
     blocks: Callable[[Any], Sequence[nn.Module]]
     full: Size
-    small: Size  # for --quick and the CPU
+    quick: Size  # for --quick on a GPU: fewer layers, but tokens enough to keep it busy
+    small: Size  # for the CPU
 
 
 def _gpt2(size: Size) -> nn.Module:
@@ -85,7 +88,8 @@ def _vit(size: Size) -> nn.Module:
 
 def _embeddings(width: int) -> Callable[[Size, torch.device], torch.Tensor]:
     def make(size: Size, device: torch.device) -> torch.Tensor:
-        return torch.randn(size.batch, size.length, width, device=device)
+        # With a gradient, as trained embeddings have; and the first block then has the same graph as all the others.
+        return torch.randn(size.batch, size.length, width, device=device, requires_grad=True)
 
     return make
 
@@ -106,6 +110,7 @@ MODELS: dict[str, Model] = {
             _hidden,
             lambda m: m.h,
             Size(12, 8, 1024),
+            Size(4, 64, 512),
             Size(2, 2, 128),
         ),
         Model(
@@ -116,6 +121,7 @@ MODELS: dict[str, Model] = {
             _hidden,
             lambda m: m.layers,
             Size(8, 4, 2048),
+            Size(2, 4, 2048),
             Size(1, 1, 128),
         ),
         Model(
@@ -126,6 +132,7 @@ MODELS: dict[str, Model] = {
             lambda m, x: m(x),
             lambda m: m.blocks,
             Size(12, 64, 224),
+            Size(4, 128, 224),
             Size(2, 4, 224),
         ),
         Model(
@@ -136,10 +143,32 @@ MODELS: dict[str, Model] = {
             _hidden,
             lambda m: m.encoder.layer,
             Size(12, 16, 512),
+            Size(4, 64, 512),
             Size(2, 2, 128),
         ),
     )
 }
+
+
+def _chosen(names: Sequence[str] | None, quick: bool) -> list[Model]:
+    """Models by name, or those of the suite. ValueError that lists the valid ones if a name is none."""
+    for name in names or ():
+        if name not in MODELS:
+            raise ValueError(f"model: unknown shape {name!r}; valid: {', '.join(MODELS)}")
+    wanted = names if names is not None else ["gpt2-small"] if quick else MODELS
+    return [model for model in MODELS.values() if model.name in wanted]
+
+
+def _variants(providers: Sequence[str]) -> list[str]:
+    variants = [v for v in VARIANTS if all(part in providers for part in v.split("+"))]
+    if not variants:
+        raise ValueError(f"model: none of the providers {', '.join(providers)}; valid: eager, ampkernels, compile")
+    return variants
+
+
+def _kinds(directions: Sequence[str]) -> list[str]:
+    """What is timed: `bwd` stands for a whole training step."""
+    return [kind for direction, kind in (("fwd", "fwd"), ("bwd", "step")) if direction in directions]
 
 
 def tasks(
@@ -147,25 +176,53 @@ def tasks(
     dtypes: Sequence[torch.dtype],
     directions: Sequence[str],
     names: Sequence[str] | None,
+    providers: Sequence[str],
     budget: Budget,
     quick: bool,
-) -> Iterator[tuple[str, Callable[[], list[Row]]]]:
-    """One task per model and dtype. `names` picks models; ValueError that lists them if one is unknown."""
-    for name in names or ():
-        if name not in MODELS:
-            raise ValueError(f"model: unknown shape {name!r}; valid: {', '.join(MODELS)}")
-    small = quick or device.type == "cpu"
-    chosen = names if names is not None else ["gpt2-small"] if quick else MODELS
-    for model in MODELS.values():
-        if model.name in chosen:
-            for dtype in dtypes:
-                if dtype is torch.float32:
-                    continue  # AMP has no fp32 mode
-                run = _Run(model, model.small if small else model.full, device, dtype, budget)
-                kinds = ["fwd"] if "fwd" in directions else []
-                kinds += ["step"] if "bwd" in directions else []
-                variants = VARIANTS[:2] if quick else VARIANTS
-                yield f"model {model.name} {dtype_name(dtype)}", partial(run.rows, kinds, variants)
+) -> Iterator[tuple[str, Callable[[], Iterable[Row]]]]:
+    """One task per model and dtype.
+
+    Args:
+        names: Of models; None for those of the suite.
+        providers: Of eager, ampkernels and compile, those that take part.
+
+    Raises:
+        ValueError: A name is no model's, or no provider can run one.
+    """
+    variants = _variants(providers)
+    for model in _chosen(names, quick):
+        for dtype in dtypes:
+            run = _Run(model, _size(model, device, quick), device, dtype, budget)
+            yield f"model {model.name} {dtype_name(dtype)}", partial(run.rows, _kinds(directions), variants)
+
+
+def compilations(
+    device: torch.device,
+    dtypes: Sequence[torch.dtype],
+    directions: Sequence[str],
+    names: Sequence[str] | None,
+    providers: Sequence[str],
+    quick: bool,
+) -> list[Callable[[], object]]:
+    """Calls that fill the compilers' caches on disk, one per model, direction and variant that compiles."""
+    return [
+        partial(_Run(model, _size(model, device, quick), device, dtype, Budget()).compile, kind, variant)
+        for model in _chosen(names, quick)
+        for dtype in dtypes
+        for kind in _kinds(directions)
+        for variant in _variants(providers)
+        if "compile" in variant
+    ]
+
+
+def describe() -> list[str]:
+    """Lines for --list."""
+    texts = [f"{m.name} ({m.full.layers}x{m.full.batch}x{m.full.length}, from {m.module})" for m in MODELS.values()]
+    return [f"layers x batch x length: {', '.join(texts)}"]
+
+
+def _size(model: Model, device: torch.device, quick: bool) -> Size:
+    return model.small if device.type == "cpu" else model.quick if quick else model.full
 
 
 class _Run:
@@ -174,24 +231,50 @@ class _Run:
     def __init__(self, model: Model, size: Size, device: torch.device, dtype: torch.dtype, budget: Budget) -> None:
         self.model, self.size, self.device, self.dtype, self.budget = model, size, device, dtype, budget
 
-    def rows(self, directions: Sequence[str], variants: Sequence[str]) -> list[Row]:
-        rows: list[Row] = []
+    def rows(self, directions: Sequence[str], variants: Sequence[str]) -> Iterator[Row]:
+        """Never raises but for KeyboardInterrupt."""
         try:
-            torch.manual_seed(0)
-            with torch.device(self.device):  # initialised there: half a billion weights take seconds on a CPU
-                master = self.model.build(self.size)
-            x = self.model.input(self.size, self.device)
+            self._require()
+            master, x = self._build()
             reference = self._reference(master, x[:1])
         except Exception as error:
-            return [failure(self._row("eager", direction), error) for direction in directions]
+            for direction in directions:
+                yield from (failure(self._row(variant, direction), error) for variant in variants)
+            return
         try:
             for direction in directions:
-                rows += self._direction(master, x, reference, direction, variants)
+                yield from self._direction(master, x, reference, direction, variants)
                 release(self.device)
         finally:
             torch.compiler.reset()
             release(self.device)
-        return rows
+
+    def compile(self, direction: str, variant: str) -> None:
+        """Runs one variant once, of a model of one block, since all share one compilation; measures nothing."""
+        self.size = replace(self.size, layers=1)
+        try:
+            self._require()
+            master, x = self._build()
+            model, _ = self._variant(master, variant)
+            call = self._step(model, x) if direction == "step" else self._forward(model, x)
+            call()
+        except Exception:  # the measuring run will meet it again, and say so
+            pass
+        finally:
+            torch.compiler.reset()
+            release(self.device)
+
+    def _require(self) -> None:
+        if importlib.util.find_spec(self.model.module) is None:
+            raise Unsupported(f"{self.model.module} is not installed")
+        if self.dtype is torch.float32:
+            raise Unsupported("automatic mixed precision has no fp32 mode")
+
+    def _build(self) -> tuple[nn.Module, torch.Tensor]:
+        torch.manual_seed(0)
+        with torch.device(self.device):  # initialised there: half a billion weights take seconds on a CPU
+            master = self.model.build(self.size)
+        return master, self.model.input(self.size, self.device)
 
     def _row(self, variant: str, direction: str) -> Row:
         size = self.size
@@ -214,6 +297,11 @@ class _Run:
             report = ak.fuse(model)
             notes.append(report.summary())
         if "compile" in variant:
+            import torch._functorch.config as functorch_config
+
+            functorch_config.donated_buffer = (
+                True  # its default, which single operations switch off; part of cache keys
+            )
             for block in self.model.blocks(model):
                 block.compile(dynamic=False)
             notes.append("each block compiled")
@@ -230,11 +318,12 @@ class _Run:
             try:
                 model, row.reason = self._variant(master, variant)
                 call = self._step(model, x) if direction == "step" else self._forward(model, x)
-                self._check(row, model, x[:1], reference, by_variant["eager"])
+                self._check(row, model, x, reference, by_variant.get("eager"))
                 row.peak_mib = self._peak(call)
                 calls[variant] = [call]
             except Exception as error:
                 failure(row, error)
+                release(self.device)
         results = make_timer(self.device, self.budget, capture=False).run(calls)
         base = results.get("eager")
         items = self.size.batch * (1 if self.model.name.startswith("vit") else self.size.length)
@@ -279,18 +368,21 @@ class _Run:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
+            x.grad = None
             return loss
 
         return call
 
-    def _check(self, row: Row, model: nn.Module, x: torch.Tensor, reference: torch.Tensor, eager: Row) -> None:
+    def _check(self, row: Row, model: nn.Module, x: torch.Tensor, reference: torch.Tensor, eager: Row | None) -> None:
         """The output's error against float64 before any step; wrong if several times that of eager AMP."""
-        was_training = model.training
-        with torch.no_grad(), self._autocast():
-            output = self.model.forward(model.eval(), x)
-        model.train(was_training)
+        # As it is timed, so that a compiler compiles one graph and not two: nothing here drops out while training.
+        with torch.set_grad_enabled(model.training), self._autocast():
+            output = self.model.forward(model, x)[: len(reference)]
         error = errors.compare([output], [reference])
-        row.rel_l2, row.shrink, row.error_over = error.rel_l2, error.shrink, "output of one sample"
+        row.rel_l2, row.max_ulp, row.shrink = error.rel_l2, error.max_ulp, error.shrink
+        row.error_over = "output of one sample"
+        if eager is None:
+            return
         if eager.rel_l2 is not None and not error.rel_l2 <= 4 * eager.rel_l2:
             row.status, row.reason = "wrong", f"error {error.rel_l2:.2g}, eager AMP's is {eager.rel_l2:.2g}"
 

@@ -34,6 +34,7 @@ class Implementation:
             against the oracle, never ranked.
         prepare: Applied to the inputs once, outside the timing (a dtype that the library insists on, say).
         note: Something that a reader of the row must know.
+        variant: Told apart from the provider's other ways by this, after its name.
     """
 
     call: Function
@@ -41,6 +42,7 @@ class Implementation:
     partial: bool = False
     prepare: Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]] | None = None
     note: str = ""
+    variant: str = ""
 
 
 class Provider:
@@ -49,7 +51,8 @@ class Provider:
     name: str
     modules: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu", "cuda")
-    slow_start = False  # compiling takes longer than measuring: takes part in --quick only when named
+    compiles = False  # at run time, and finds it again on disk: --precompile runs it ahead
+    slow_start = False  # that takes longer than measuring: takes part in --quick only when named
     aliases: tuple[str, ...] = ()
 
     def missing(self, device: torch.device) -> str | None:
@@ -141,7 +144,7 @@ class Compile(Provider):
 
     name = "compile"
     aliases = ("torch.compile",)
-    slow_start = True
+    compiles = slow_start = True
     mode = "default"
 
     def implementations(
@@ -153,7 +156,8 @@ class Compile(Provider):
         functorch_config.donated_buffer = False
         torch.compiler.reset()  # or the cache of specialisations fills up, and the compiler falls back to dynamic shapes
         mode = None if self.mode == "default" else self.mode
-        yield Implementation(torch.compile(EAGER[op.name], dynamic=False, mode=mode), note=f"mode {self.mode}")
+        compiled = torch.compile(EAGER[op.name], dynamic=False, mode=mode)
+        yield Implementation(compiled, note=f"mode {self.mode}", variant="" if mode is None else mode)
 
 
 class Cublas(Provider):
@@ -170,7 +174,7 @@ class Cublas(Provider):
 
 
 class CublasLt(Provider):
-    """cuBLASLt's fused bias + GELU(tanh) epilogue; on the CPU, what `_addmm_activation` does there."""
+    """cuBLASLt's fused bias + GELU(tanh) epilogue."""
 
     name = "cublaslt"
     devices = ("cuda",)
@@ -186,6 +190,7 @@ class Liger(Provider):
     modules = ("liger_kernel", "triton")
     devices = ("cuda",)
     aliases = ("liger-kernel",)
+    compiles = True
 
     def gated_linear(self, dtype: torch.dtype, direction: str) -> Implementation:
         from liger_kernel.transformers.functional import liger_swiglu
@@ -218,6 +223,7 @@ class Quack(Provider):
     modules = ("quack", "cutlass")
     devices = ("cuda",)
     aliases = ("quack-kernels",)
+    compiles = slow_start = True
 
     def linear(self, dtype: torch.dtype, direction: str) -> Implementation:
         if direction != "fwd":
@@ -259,15 +265,33 @@ class Quack(Provider):
         return Implementation(lambda x, w: rmsnorm(x, w, eps=EPS))
 
     def layer_norm(self, dtype: torch.dtype, direction: str) -> Implementation:
-        if direction != "fwd":
-            raise Unsupported("quack's layernorm has no autograd Function")
-        from quack.rmsnorm import layernorm_fwd
-
         return Implementation(
-            lambda x, w, b: layernorm_fwd(x, w, b, eps=EPS),
+            _quack_layer_norm(),
             prepare=lambda tensors: (tensors[0], tensors[1].float(), tensors[2].float()),
             note="fp32 weight and bias",
         )
+
+
+def _quack_layer_norm() -> Function:
+    """Its LayerNorm comes as two plain functions: joined here into one that autograd knows."""
+    from quack.rmsnorm import layernorm_bwd, layernorm_fwd
+
+    class LayerNorm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
+            out, rstd, mean = layernorm_fwd(x, w, b, eps=EPS, return_rstd=True, return_mean=True)
+            ctx.save_for_backward(x, w, rstd, mean)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, dy: torch.Tensor) -> Any:
+            x, w, rstd, mean = ctx.saved_tensors
+            return layernorm_bwd(x, w, dy, rstd, mean)
+
+    def call(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
+        return LayerNorm.apply(x, w, b) if x.requires_grad else layernorm_fwd(x, w, b, eps=EPS)
+
+    return call
 
 
 class QuackMm(Provider):
@@ -276,6 +300,7 @@ class QuackMm(Provider):
     name = "quack_mm"
     modules = ("quack", "cutlass")
     devices = ("cuda",)
+    compiles = slow_start = True
 
     def linear(self, dtype: torch.dtype, direction: str) -> Implementation:
         if direction != "fwd":
@@ -301,9 +326,9 @@ class Apex(Provider):
         return Implementation(lambda x, w: fused_rms_norm_affine(x, w, x.shape[-1:], EPS))
 
     def mlp(self, dtype: torch.dtype, direction: str) -> Implementation:
-        from apex.fused_dense import fused_dense_gelu_dense_function
+        from apex.fused_dense import FusedDenseGeluDenseFunc  # its functional forms have changed names
 
-        return Implementation(fused_dense_gelu_dense_function)
+        return Implementation(FusedDenseGeluDenseFunc.apply)
 
 
 class TransformerEngine(Provider):
@@ -313,27 +338,27 @@ class TransformerEngine(Provider):
     aliases = ("te",)
 
     def layer_norm(self, dtype: torch.dtype, direction: str) -> Implementation:
-        from transformer_engine.pytorch.ops import LayerNorm
-
-        return Implementation(_te_norm(LayerNorm))
+        return Implementation(_te_norm("LayerNorm", direction))
 
     def rms_norm(self, dtype: torch.dtype, direction: str) -> Implementation:
-        from transformer_engine.pytorch.ops import RMSNorm
-
-        return Implementation(_te_norm(RMSNorm))
+        return Implementation(_te_norm("RMSNorm", direction))
 
 
-def _te_norm(module_class: Any) -> Function:
+def _te_norm(name: str, direction: str) -> Function:
     """Its norms are modules: one per parameter set, built on first use and fed our tensors as its parameters."""
+    if direction != "fwd":
+        raise Unsupported("transformer_engine's backward frees what its forward saved: it cannot be repeated")
+    import transformer_engine.pytorch.ops as te_ops
+
+    module_class = getattr(te_ops, name)
     modules: dict[int, Any] = {}
 
     def call(x: torch.Tensor, *parameters: torch.Tensor) -> Any:
         module = modules.get(id(parameters[0]))
         if module is None:
             module = module_class(x.shape[-1], eps=EPS, device=x.device, dtype=x.dtype)
-            for name, value in zip(("weight", "bias"), parameters, strict=False):
-                del module._parameters[name]
-                setattr(module, name, value)
+            for key, value in zip(("weight", "bias"), parameters, strict=False):
+                module._parameters[key] = value
             modules[id(parameters[0])] = module
         return module(x)
 
@@ -359,9 +384,10 @@ class Ours(Provider):
         elif op.name == "rms_norm":
             yield Implementation(lambda x, w: ak.rms_norm(x, x.shape[-1:], w, EPS), accumulate="fp32")
         else:
-            for accumulate in accumulates:
-                if accumulate.startswith("fp16") and dtype is not torch.float16:
-                    continue
+            possible = [a for a in accumulates if not a.startswith("fp16") or dtype is torch.float16]
+            if not possible:
+                raise Unsupported(f"accumulate {', '.join(accumulates)} needs fp16 inputs")
+            for accumulate in possible:
                 yield Implementation(self._gemm(ak, op.name, accumulate), accumulate=accumulate)
 
     def _gemm(self, ak: Any, op: str, accumulate: str) -> Function:

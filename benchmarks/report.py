@@ -32,6 +32,12 @@ _MODEL_HEADER = (
 )
 
 
+_TRAIN_HEADER = (
+    "| training | layers x width x batch | dtype | | samples/s | x eager | peak MiB | |",
+    "|---|---|---|---|---|---|---|---|",
+)
+
+
 def write(folder: Path, readme: Path) -> list[str]:
     """Replaces what stands between the markers; returns lines for the terminal.
 
@@ -76,8 +82,13 @@ def _section(folder: Path, rows: Sequence[Row], relative_to: Path, folded: bool)
     table = _model_table(rows)
     if table:
         lines += ["", *_MODEL_HEADER, *table]
-    advice = [r.reason for r in rows if r.suite == "train" and r.provider == "recommended"]
-    lines += [f"\nTraining a small MLP here, the harness recommends {text}." for text in advice[-1:]]
+    trained = [r for r in rows if r.suite == "train" and r.rounds]
+    trained = [r for r in trained if r.rounds == max(r.rounds or 0 for r in trained)]  # not --quick's few steps
+    table = _train_table(trained)
+    if table:
+        lines += ["", *_TRAIN_HEADER, *table]
+    advice = [r for r in trained if r.provider == "recommended"]
+    lines += [f"\nAfter {r.rounds} steps of training, the harness recommends {r.reason}." for r in advice[-1:]]
     for name, title in _PLOTS.items():
         if (folder / name).exists():
             lines += ["", f"![{title}]({os.path.relpath(folder / name, relative_to)})"]
@@ -147,7 +158,7 @@ def _op_tables(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
 def _model_table(rows: Sequence[Row]) -> list[str]:
     points: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
-        if row.suite == "model" and finite(row.median_us):
+        if row.suite == "model" and row.status == "ok" and finite(row.median_us):
             points.setdefault((row.op, row.shape, row.direction, row.dtype), {})[row.provider] = row
     lines = []
     for key, point in points.items():
@@ -161,6 +172,25 @@ def _model_table(rows: Sequence[Row]) -> list[str]:
             else:
                 cells.append(f"{found.median_us / 1000:.2f} ({_ratio(found.speedup)}x)")
         lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _train_table(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    for row in rows:
+        if row.status == "ok" and row.rate is not None:
+            peak = "" if row.peak_mib is None else f"{row.peak_mib:.0f}"
+            cells = [
+                row.op,
+                row.shape,
+                row.dtype,
+                row.provider,
+                f"{row.rate:.4g}",
+                _ratio(row.speedup),
+                peak,
+                row.reason,
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

@@ -100,7 +100,7 @@ class OpRunner:
         self.timer = make_timer(device, budget)
         self.roofs = roofs
         self._told: set[tuple[str, str, str]] = set()
-        self._threw: dict[tuple[str, ...], int] = {}
+        self._threw: dict[tuple[str, ...], list[str]] = {}  # what, at which shapes
 
     def run(self, point: Point) -> list[Row]:
         """Rows of one point, never raising but for KeyboardInterrupt."""
@@ -181,7 +181,8 @@ class OpRunner:
                     raise Unsupported(reason)
                 offered = provider.implementations(op, point.dtype, point.direction, self.accumulates, self.device)
                 for implementation in offered:
-                    own = replace(row, accumulate=implementation.accumulate)
+                    name = " ".join(filter(None, (provider.name, implementation.variant)))
+                    own = replace(row, provider=name, accumulate=implementation.accumulate)
                     candidates.append(_Candidate(own, implementation))
             except Unsupported as error:
                 if self._is_news(failure(row, error)):
@@ -203,8 +204,9 @@ class OpRunner:
         row.reason = implementation.note
         # What threw at two shapes of an operation is not tried at all the others: some throw only after compiling.
         kind = (row.op, row.dtype, row.direction, row.provider, row.accumulate)
-        if self._threw.get(kind, 0) >= 2:
-            row.status, row.reason = "error", "not tried: threw at two shapes before this one"
+        threw = self._threw.setdefault(kind, [])
+        if len(threw) >= 2:
+            row.status, row.reason = "error", f"not tried: threw at two shapes before this one: {threw[-1]}"
             return False
         try:
             results, peak = check.results(implementation)
@@ -226,7 +228,7 @@ class OpRunner:
             if row.status == "oom":
                 release(self.device)
             elif row.status == "error":
-                self._threw[kind] = self._threw.get(kind, 0) + 1
+                threw.append(row.reason)
             return False
 
     def _input_sets(self, op: Op, point: Point, inputs: Tensors) -> list[Tensors]:

@@ -31,9 +31,13 @@ ODD: tuple[Shape, ...] = ((4096, 4095, 4096), (4096, 4096, 4095), (4096, 1001, 1
 MLP: tuple[Shape, ...] = ((8192, 14336, 4096), (16384, 3072, 768), (64, 14336, 4096))
 ROWS: tuple[Shape, ...] = (
     (65536, 256),
+    (32768, 768),
     (32768, 1024),
+    (16384, 2048),
     (16384, 4096),
+    (8192, 8192),
     (8192, 16384),
+    (4096, 32768),
     (2048, 65536),
     (1024, 131072),
 )
@@ -77,13 +81,14 @@ OP_SUITES = tuple(GROUPS)
 OTHER_SUITES = ("model", "train", "numerics")
 SUITES = (*OP_SUITES, *OTHER_SUITES)
 
+# The first of each comes first; the others only while the time limit has room for them.
 _QUICK: dict[str, tuple[Shape, ...]] = {
     "linear": ((8192, 8192, 8192), (16384, 3072, 768), (64, 14336, 4096)),
     "gated_linear": ((8192, 28672, 4096),),
     "mlp": ((8192, 14336, 4096),),
-    "softmax": ((65536, 256), (8192, 16384)),
-    "layer_norm": ((32768, 1024), (8192, 16384)),
-    "rms_norm": ((32768, 1024), (8192, 16384)),
+    "softmax": ((8192, 16384), (65536, 256)),
+    "layer_norm": ((8192, 16384), (32768, 1024)),
+    "rms_norm": ((8192, 16384), (32768, 1024)),
 }
 _QUICK_CPU: dict[str, tuple[Shape, ...]] = {
     "linear": ((512, 3072, 768),),
@@ -148,6 +153,33 @@ def _chosen(op: str, device: torch.device, shapes: Sequence[str] | None, quick: 
             for shape in group.shapes:
                 chosen[shape] = chosen.get(shape, False) or group.bwd
     return chosen
+
+
+def share_shapes(names: Sequence[str], chosen: Sequence[str], models: Sequence[str]) -> dict[str, list[str]]:
+    """Which of the names of --shapes each of the chosen suites takes; `train` and `numerics` take none.
+
+    Raises:
+        ValueError: No suite knows a name, or nothing is left for a suite; the message lists what there is.
+    """
+    shares: dict[str, list[str]] = {suite: [] for suite in chosen if suite in OP_SUITES or suite == "model"}
+    refused: dict[tuple[str, str], str] = {}
+    for suite, share in shares.items():
+        for name in names:
+            try:
+                if suite == "model" and name not in models:
+                    raise ValueError(f"model: unknown shape {name!r}; valid: {', '.join(models)}")
+                if suite != "model":
+                    _chosen(suite, torch.device("cpu"), [name], False)
+                share.append(name)
+            except ValueError as error:
+                refused[suite, name] = str(error)
+    for name in names:
+        if shares and all((suite, name) in refused for suite in shares):
+            raise ValueError(refused[next(iter(shares)), name])
+    for suite, share in shares.items():
+        if not share:
+            raise ValueError(refused[suite, names[0]])
+    return shares
 
 
 def describe_group(group: Group) -> str:

@@ -68,6 +68,11 @@ def ratio(base: Timing, other: Timing) -> float:
     return statistics.median(b / o for b, o in zip(base.samples, other.samples, strict=True))
 
 
+def without_frames(error: Exception) -> Exception:
+    """The exception without its traceback, whose frames would keep tensors alive while others are measured."""
+    return error.with_traceback(None)
+
+
 def rotation(names: Sequence[str], round_index: int) -> list[str]:
     """The order of round `round_index`: each candidate follows each other one equally often, more or less."""
     shift = round_index % len(names)
@@ -95,7 +100,7 @@ class WallTimer:
                 loop.issue(len(calls))  # compilers and caches; and forwards of backwards, once for every set
                 loops[name] = loop
             except Exception as error:
-                results[name] = error
+                results[name] = without_frames(error)
         if not loops:
             return results
 
@@ -175,7 +180,7 @@ class CudaTimer:
                 try:
                     prepared[name] = self._prepare(calls)
                 except Exception as error:
-                    results[name] = error
+                    results[name] = without_frames(error)
             if prepared:
                 results.update(self._measure(prepared))
             torch.cuda.synchronize(self.device)
@@ -225,7 +230,7 @@ class CudaTimer:
             item.loop.timed(2)
             torch.cuda.synchronize(self.device)
             once = self._synchronised(item.loop, 3) / 3
-            counts[name] = min(500, max(3, math.ceil(self.budget.call_loop_s / max(once, 1e-7))))
+            counts[name] = min(500, math.ceil(self.budget.call_loop_s / max(once, 1e-7)))
         for index in range(self.budget.call_loops):
             for name in rotation(list(prepared), index):
                 loops[name].append(self._synchronised(prepared[name].loop, counts[name]) / counts[name])
@@ -255,7 +260,7 @@ class CudaTimer:
         return _Prepared(lambda: loop.issue(count), count, "events", loop, note)
 
     def _capture(self, loop: _Loop) -> _Prepared:
-        count = max(len(loop.calls), 8)
+        count = len(loop.calls)  # each set once; more only if a replay would be shorter than SAMPLE_S
         while True:
             graph = torch.cuda.CUDAGraph()
             # Outputs of the last len(calls) calls stay alive while capturing, so outputs rotate like the inputs do.

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 import torch
 
 pytest.importorskip("rich")
 
-from benchmarks import cli, errors, report, runner, suites, timing
+from benchmarks import cli, compare, errors, report, runner, suites, timing
 from benchmarks.ops import OPS
 from benchmarks.providers import EAGER, PROVIDERS, Eager, Implementation, Provider, Unsupported, find_provider
 from benchmarks.records import COLUMNS, CsvWriter, Row, environment, read_rows
@@ -86,6 +88,7 @@ def test_calls_rotate_over_every_buffer_set():
 def test_a_call_that_throws_does_not_stop_the_others():
     results = WallTimer(SHORT).run({"bad": [lambda: 1 / 0], "good": [lambda: None]})
     assert isinstance(results["bad"], ZeroDivisionError)
+    assert results["bad"].__traceback__ is None  # its frames would keep tensors while the others are measured
     assert isinstance(results["good"], Timing)
 
 
@@ -284,7 +287,8 @@ def test_what_threw_at_two_shapes_is_not_tried_at_the_rest():
 
     op_runner = OpRunner(CPU, [Fake("broken", broken)], (), SHORT, KnownRoofs(CPU))
     reasons = [op_runner.run(Point("softmax", "softmax", (4, n), torch.float32, "fwd"))[0].reason for n in (1, 2, 3)]
-    assert reasons == ["RuntimeError: no", "RuntimeError: no", "not tried: threw at two shapes before this one"]
+    third = "not tried: threw at two shapes before this one: RuntimeError: no"
+    assert reasons == ["RuntimeError: no", "RuntimeError: no", third]
     assert len(calls) == 2
 
 
@@ -295,6 +299,22 @@ def test_out_of_memory_is_said_and_skipped():
     rows = run(POINT, Fake("hungry", hungry), Eager())
     assert (rows["hungry"].status, rows["hungry"].reason) == ("oom", "out of memory")
     assert rows["eager"].status == "ok"
+
+
+def test_out_of_memory_for_a_whole_point_is_said_and_the_next_point_runs(only, tmp_path, monkeypatch):
+    inputs = type(OPS["softmax"]).inputs
+
+    def hungry(self, shape, *arguments, **options):
+        if shape == (8, 64):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")
+        return inputs(self, shape, *arguments, **options)
+
+    monkeypatch.setattr(type(OPS["softmax"]), "inputs", hungry)
+    only(Eager())
+    options = ["softmax", "--shapes", "8x64,4x64", "--quick", "--direction", "fwd", "--device", "cpu"]
+    assert cli.main([*options, "--out", str(tmp_path)]) == 0
+    rows = read_rows(tmp_path / "softmax-quick.csv")
+    assert [(r.shape, r.status) for r in rows] == [("8x64", "oom"), ("4x64", "ok")]
 
 
 def test_absent_providers_are_skipped_with_their_reason_once():
@@ -314,9 +334,93 @@ def test_absent_providers_are_skipped_with_their_reason_once():
 
 def test_no_provider_is_imported_before_it_is_asked_for():
     modules = ("liger_kernel", "quack", "apex", "transformer_engine", "transformers", "timm", "matplotlib")
-    code = f"import sys, benchmarks.cli; print([m for m in {modules!r} if m in sys.modules])"
+    arguments = ["softmax", "--providers", "eager", "--shapes", "4x8", "--device", "cpu", "--direction", "fwd"]
+    code = f"""
+import sys, tempfile
+from benchmarks import cli, roofs
+roofs.Roofs._buffer_bytes = lambda self: 1 << 20
+assert cli.main(["--list"]) == 0
+assert cli.main([*{arguments!r}, "--quick", "--out", tempfile.mkdtemp()]) == 0
+print([m for m in {modules!r} if m in sys.modules])"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_way_of_a_provider_is_told_apart_by_its_name():
+    rows = run(POINT, Eager(), Fake("compile", lambda op, *tensors: EAGER[op](*tensors), variant="max-autotune"))
+    assert rows["compile max-autotune"].status == "ok"
+
+
+def test_policies_that_do_not_suit_the_dtype_are_said_to_be_left_out():
+    pytest.importorskip("ampkernels")
+    rows = OpRunner(CPU, [PROVIDERS["ampkernels"]], ("fp16", "fp16/128"), SHORT, KnownRoofs(CPU)).run(POINT)
+    assert [(r.status, r.reason) for r in rows] == [("skipped", "accumulate fp16, fp16/128 needs fp16 inputs")]
+
+
+@pytest.fixture
+def fake_module(monkeypatch):
+    """Installs a module of the given functions under a dotted name, for as long as a test runs."""
+
+    def install(name, **contents):
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            parent = types.ModuleType(".".join(parts[:end]))
+            parent.__path__ = []
+            monkeypatch.setitem(sys.modules, parent.__name__, parent)
+        module = types.ModuleType(name)
+        module.__dict__.update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+        if len(parts) > 1:
+            setattr(sys.modules[".".join(parts[:-1])], parts[-1], module)
+
+    return install
+
+
+def _gradients_are_right(op, implementation, shape=(16, 64)):
+    inputs = OPS[op].inputs(shape, torch.float32, CPU, seed=0)
+    leaves = [t.requires_grad_() for t in (implementation.prepare(inputs) if implementation.prepare else inputs)]
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    dy = torch.randn(shape)
+    found = torch.autograd.grad(implementation.call(*leaves), leaves, dy)
+    for got, expected in zip(found, torch.autograd.grad(OPS[op].oracle(*wide), wide, dy.double()), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_quacks_two_layer_norm_functions_become_one_that_autograd_knows(fake_module):
+    # With the signatures of quack-kernels 0.6.5.
+    def layernorm_fwd(x, weight, bias=None, eps=1e-6, return_rstd=False, return_mean=False):
+        y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+        return (y, rstd.squeeze(-1), mean.squeeze(-1)) if return_rstd and return_mean else y
+
+    def layernorm_bwd(x, weight, dout, rstd, mean, has_bias=True):
+        arguments = (x.shape[-1:], mean.unsqueeze(-1), rstd.unsqueeze(-1), weight, torch.zeros_like(weight))
+        return torch.ops.aten.native_layer_norm_backward(dout, x, *arguments, [True, True, has_bias])
+
+    fake_module("quack.rmsnorm", layernorm_fwd=layernorm_fwd, layernorm_bwd=layernorm_bwd)
+    implementation = PROVIDERS["quack"].layer_norm(torch.float32, "bwd")
+    _gradients_are_right("layer_norm", implementation)
+    x, w, b = OPS["layer_norm"].inputs((4, 64), torch.bfloat16, CPU, seed=0)
+    prepared = implementation.prepare((x, w, b))
+    assert [t.dtype for t in prepared] == [torch.bfloat16, torch.float32, torch.float32]
+
+
+def test_transformer_engines_norms_are_fed_our_parameters(fake_module):
+    class RMSNorm(torch.nn.Module):
+        def __init__(self, shape, *, eps, device, dtype):
+            super().__init__()
+            self.eps, self.weight = eps, torch.nn.Parameter(torch.ones(shape, device=device, dtype=dtype))
+
+        def forward(self, x):
+            assert len(list(self.parameters())) == 1
+            return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+    fake_module("transformer_engine.pytorch.ops", RMSNorm=RMSNorm)
+    implementation = PROVIDERS["transformer_engine"].rms_norm(torch.float32, "fwd")
+    for seed in (0, 1):
+        x, w = OPS["rms_norm"].inputs((4, 64), torch.float32, CPU, seed=seed)
+        torch.testing.assert_close(implementation.call(x, w), EAGER["rms_norm"](x, w))
+    with pytest.raises(Unsupported, match="cannot be repeated"):
+        PROVIDERS["transformer_engine"].rms_norm(torch.float32, "bwd")
 
 
 def test_aliases_and_unknown_providers():
@@ -344,6 +448,12 @@ def test_aliases_and_unknown_providers():
         (["linear", "--accumulate", "fp8"], "unknown accumulate 'fp8'; valid: fp32, fp16, each with /CHUNK"),
         (["model", "--shapes", "gpt5"], "unknown shape 'gpt5'; valid: gpt2-small, llama-8-layers, vit-b, bert-base"),
         (["linear", "--direction", "up"], "invalid choice: 'up'"),
+        (["linear", "--dtype", ","], "argument --dtype: names nothing"),
+        (["linear", "--compile-mode", "fast"], "invalid choice: 'fast' (choose from"),
+        (["linear", "--out", "/dev/null/folder"], "Not a directory: '/dev/null/folder'"),
+        (["linear", "softmax", "--shapes", "nine"], "softmax: unknown shape 'nine'; valid: a shape MxN"),
+        (["model", "--providers", "liger"], "none of the providers liger; valid: eager, ampkernels, compile"),
+        (["train", "--providers", "liger"], "none of the providers liger; valid: eager, ampkernels"),
     ],
 )
 def test_bad_arguments_list_the_valid_ones(arguments, message, capsys):
@@ -391,11 +501,118 @@ def test_interrupting_saves_what_was_measured(only, tmp_path, capsys):
     assert "interrupted after" in capsys.readouterr().out
 
 
+def test_interrupting_a_step_saves_the_rows_that_it_has_measured(tmp_path, monkeypatch, capsys):
+    from benchmarks import training
+
+    def interrupted(task, device, mode, providers):
+        if mode == "fp16":
+            raise KeyboardInterrupt
+        result = training.Result(mode, "eager", task, "cpu", False, None, None, [1.0], step_s=[1.0], samples_per_s=1.0)
+        return {"eager": result}
+
+    monkeypatch.setattr(training, "train", interrupted)
+    assert cli.main(["train", "--device", "cpu", "--quick", "--out", str(tmp_path)]) == 130
+    assert [(r.dtype, r.status) for r in read_rows(tmp_path / "train-quick.csv")] == [
+        ("fp32", "ok"),
+        ("tf32", "skipped"),
+    ]
+
+
+def test_interrupting_before_anything_is_measured_ends_quietly(monkeypatch, capsys):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "precompile", interrupted)
+    assert cli.main(["softmax", "--device", "cpu", "--precompile", "2"]) == 130
+    assert "interrupted before anything was measured" in capsys.readouterr().err
+
+
 def test_list_names_everything(capsys):
     assert cli.main(["--list"]) == 0
     out = capsys.readouterr().out
-    for name in (*suites.SUITES, *PROVIDERS, "8192x28672x4096", "1024x131072"):
+    for name in (*suites.SUITES, *PROVIDERS, "8192x28672x4096", "1024x131072", "llama-8-layers", "width=4096"):
         assert name in out
+
+
+def test_shapes_go_to_the_suites_that_know_them():
+    shares = suites.share_shapes(["nine", "rows", "8x64"], ["linear", "softmax", "train"], ["vit-b"])
+    assert shares == {"linear": ["nine"], "softmax": ["rows", "8x64"]}
+
+
+def test_the_csv_can_be_named(only, tmp_path):
+    only(Eager())
+    options = ["softmax", "--shapes", "8x64", "--quick", "--device", "cpu", "--name", "mine", "--out", str(tmp_path)]
+    assert cli.main(options) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.csv"]
+
+
+def test_every_roof_is_measured_whether_or_not_a_row_needs_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "PROVIDERS", {"eager": Eager()})
+    monkeypatch.setattr(Budget, "quick", classmethod(lambda cls: SHORT))
+    monkeypatch.setattr(Roofs, "_buffer_bytes", lambda self: 1 << 20)
+    monkeypatch.setattr(Roofs, "_sustained", lambda self, call: float(call() is not None))
+    options = [
+        "linear",
+        "--shapes",
+        "8x8x8",
+        "--direction",
+        "fwd",
+        "--quick",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path),
+    ]
+    assert cli.main(options) == 0
+    rows = read_rows(tmp_path / "linear-quick.csv")
+    assert {r.roof for r in rows if r.op == "roof"} == {"copy", "read", "read2write1", "gemm"}
+
+
+def test_a_time_limit_begins_only_what_its_like_says_will_fit():
+    now = time.perf_counter()
+    assert cli.Deadline(None).fits("linear")
+    deadline = cli.Deadline(100.0, started=now)
+    assert deadline.fits("linear")
+    deadline.record("linear", 200.0)
+    assert not deadline.fits("linear") and deadline.fits("softmax")
+    deadline.record("linear", 1.0)  # the first one compiled, say: half of what it took is still expected
+    assert not deadline.fits("linear")
+    deadline.record("linear", 1.0)
+    assert deadline.fits("linear")
+    assert not cli.Deadline(10.0, started=now).fits("model")
+
+
+def test_what_a_time_limit_leaves_out_is_named(only, tmp_path, capsys):
+    only(Fake("never", lambda *_: pytest.fail("measured")))
+    options = ["softmax", "--shapes", "8x64", "--device", "cpu", "--limit", "0.001", "--out", str(tmp_path)]
+    assert cli.main(options) == 0
+    assert "left out for the limit of 0.001 s: roofs, softmax 8x64 bf16 fwd, softmax 8x64 bf16 bwd" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert read_rows(tmp_path / "softmax.csv") == []
+
+
+def test_the_quick_set_reaches_every_suite_before_any_second_shape(monkeypatch, tmp_path):
+    monkeypatch.setattr(suites, "_QUICK_CPU", suites._QUICK)
+    options = cli._parser().parse_args(["all", "--quick", "--device", "cpu", "--out", str(tmp_path)])
+    run = cli.Run(options)
+    tasks = list(run.tasks())
+    first = [task for task in tasks if not task.extra]
+    assert {task.suite for task in first} == {"roofs", *suites.SUITES}
+    for suite in suites.OP_SUITES:
+        names = [task.name for task in first if task.suite == suite]
+        assert [name.split()[-1] for name in names] == ["fwd", "bwd"]
+    assert any(task.extra for task in tasks)
+    notes = " ".join(run.notes())
+    assert all(name in notes for name in ("compile", "quack", "quack_mm", "python -m benchmarks all"))
+    assert {p.name for p in run.providers} >= {"ampkernels", "eager", "liger"}
+
+
+def test_a_quick_run_on_a_gpu_has_a_time_limit(monkeypatch):
+    monkeypatch.setattr(cli, "_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(cli, "environment", lambda device, commit: environment(CPU, commit))
+    assert cli.Run(cli._parser().parse_args(["--quick"])).deadline.seconds == cli.QUICK_S < 60
+    assert cli.Run(cli._parser().parse_args(["softmax"])).deadline.seconds is None
 
 
 def test_the_nine_shapes_and_the_sweep_are_there():
@@ -451,6 +668,46 @@ def test_two_runs_are_compared_by_their_ratios(tmp_path, capsys):
     assert "OFF" in capsys.readouterr().out
 
 
+def test_a_run_is_compared_with_times_measured_before(tmp_path, capsys):
+    def write(name, *times):
+        rows = []
+        for place, time_us in enumerate(times):
+            row = Row("softmax", "softmax", f"8x{place}", "bf16", "library", "fwd", "quack", median_us=time_us)
+            row.status = "ok" if time_us is not None else "error"
+            rows.append(row)
+        with CsvWriter(tmp_path / f"{name}.csv") as writer:
+            writer.write(rows)
+        return str(tmp_path / f"{name}.csv")
+
+    before = write("before", 100.0, 200.0, None)
+    assert cli.main(["baselines", write("near", 109.0, 181.0, None), "--against", before]) == 0
+    assert "3 of 3 times are within 10% of those measured before" in capsys.readouterr().out
+    assert cli.main(["baselines", write("far", 111.0, 200.0, 5.0), "--against", before]) == 1
+    out = capsys.readouterr().out
+    assert out.count("OFF") == 2 and "+11.0%" in out and "1 of 3" in out
+    assert cli.main(["baselines", write("part", 100.0), "--against", before]) == 1
+    assert "1 of 3 times are within 10% of those measured before; 2 were not measured" in capsys.readouterr().out
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(SystemExit):
+        cli.main(["baselines", str(folder), "--against", before])
+    assert "no CSV" in capsys.readouterr().err
+
+
+def test_one_full_run_measures_every_baseline():
+    points = {
+        (op, "x".join(map(str, p.shape)), p.direction)
+        for op in suites.OP_SUITES
+        for p in suites.op_points(op, torch.device("cuda"), [torch.bfloat16])
+    }
+    expected = [row for row in read_rows(compare.BASELINES) if row.op != "roof"]
+    assert len(expected) == 158 and sum(row.median_us is None for row in expected) == 2
+    assert {(row.op, row.shape, row.direction) for row in expected} <= points
+    assert {row.provider.split()[0] for row in expected} <= set(PROVIDERS)
+    linear = next(r for r in expected if (r.op, r.shape, r.provider) == ("linear", "16384x3072x768", "cublaslt"))
+    assert linear.median_us == 150.0
+
+
 def test_report_writes_between_the_markers_only(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "csrc_digest", lambda: "today")
     results_folder(tmp_path / "results" / "test-gpu", "today")
@@ -465,6 +722,31 @@ def test_report_writes_between_the_markers_only(tmp_path, monkeypatch):
     assert not any("digest" in m for m in messages) and "digest" not in text
     report.write(tmp_path / "results", readme)
     assert readme.read_text() == text
+
+
+def test_report_shows_models_and_the_longest_training(tmp_path):
+    def row(suite, op, shape, dtype, provider, **fields):
+        return Row(suite, op, shape, dtype, "", "step", provider, **fields)
+
+    advice = {"provider": "recommended", "op": "train-mlp", "shape": "", "dtype": "", "suite": "train"}
+    rows = [
+        row("model", "vit-b", "12x64x224", "bf16", "eager", median_us=8000.0, speedup=1.0),
+        row("model", "vit-b", "12x64x224", "bf16", "ampkernels", median_us=4000.0, speedup=2.0),
+        row("model", "vit-b", "12x64x224", "bf16", "compile", median_us=1.0, speedup=8000.0, status="wrong"),
+        row("train", "train-mlp", "8x4x4", "bf16", "eager", rate=5.0, rounds=80, setting="80", reason="last loss 1"),
+        row("train", "train-mlp", "8x4x4", "bf16", "eager", rate=7.0, rounds=10, setting="10"),
+        row(**advice, rounds=80, setting="80 steps", reason="bf16: why"),
+        row(**advice, rounds=10, setting="10 steps", reason="fp16: why"),
+    ]
+    with CsvWriter(tmp_path / "all.csv") as writer:
+        writer.write(rows)
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{report.BEGIN}\n{report.END}\n")
+    report.write(tmp_path, readme)
+    text = readme.read_text()
+    assert "| vit-b | 12x64x224 | step | bf16 | 8.00 | 4.00 (2.00x) |  |  |" in text
+    assert "| train-mlp | 8x4x4 | bf16 | eager | 5 |" in text and "| 7 |" not in text
+    assert "After 80 steps of training, the harness recommends bf16: why." in text and "fp16" not in text
 
 
 def test_report_says_when_the_kernels_have_changed(tmp_path, monkeypatch):
@@ -504,13 +786,70 @@ def test_training_records_what_the_scaler_did():
     from benchmarks import training
 
     task = training.Task(layers=2, width=16, batch=8, steps=25)
-    result = training.train(task, CPU, "fp16", "eager")
-    assert len(result.losses) == 25 and result.nonfinite_losses == 0
+    result = training.train(task, CPU, "fp16", ["eager"])["eager"]
+    assert len(result.losses) == len(result.step_s) == 25 and result.nonfinite_losses == 0
     assert result.scales[0][0] == 0
     grown = [scale for _, scale in result.scales]
     assert grown[-1] > grown[0] or result.skipped_steps > 0  # growth_interval is 20
-    again = training.train(task, CPU, "fp16", "eager")
-    assert again.losses == result.losses
+    again = training.train(task, CPU, "fp16", ["eager"])["eager"]
+    assert again.losses == result.losses  # however many steps the warm-up took
+
+
+def test_skipped_steps_and_their_infinities_are_counted(monkeypatch):
+    from benchmarks import training
+
+    monkeypatch.setitem(training.SCALER, "init_scale", 2.0**40)
+    task = training.Task(layers=2, width=16, batch=8, steps=6)
+    result = training.train(task, CPU, "fp16", ["eager"])["eager"]
+    assert result.skipped_steps == result.nonfinite_gradients == 6
+    assert result.scales == [(step, 2.0 ** (39 - step)) for step in range(6)]
+    assert result.losses == [result.losses[0]] * 6 and result.nonfinite_losses == 0
+
+
+def test_what_throws_while_training_takes_only_itself_out(monkeypatch, tmp_path, capsys):
+    ak = pytest.importorskip("ampkernels")
+    from benchmarks import training
+
+    def broken(model):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(ak, "fuse", broken)
+    monkeypatch.setattr(training, "WARM_UP_S", 0.0)
+    monkeypatch.setattr(training.Task, "of", classmethod(lambda cls, device, quick: cls(2, 16, 8, 3)))
+    assert cli.main(["train", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    rows = read_rows(tmp_path / "train.csv")
+    found = {(r.dtype, r.provider): (r.status, r.reason) for r in rows}
+    for mode in ("fp32", "fp16", "bf16"):
+        assert found[mode, "ampkernels"] == ("error", "RuntimeError: no kernel image")
+        assert found[mode, "eager"][0] == "ok"
+    assert found["tf32", ""] == ("skipped", "a CPU has no TF32")
+
+
+def test_training_prints_what_it_takes_to_do_it_again(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("ampkernels")
+    from benchmarks import training
+
+    before = torch.backends.cuda.matmul.allow_tf32
+    monkeypatch.setattr(training, "WARM_UP_S", 0.0)
+    monkeypatch.setattr(training.Task, "of", classmethod(lambda cls, device, quick: cls(2, 16, 8, 3)))
+    assert cli.main(["train", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    assert torch.backends.cuda.matmul.allow_tf32 == before
+    out = " ".join(capsys.readouterr().out.split())
+    for text in (
+        "samples/s", "last loss", "loss scale", "skipped", "inf/NaN loss, grad",
+        "Task(layers=2, width=16, batch=8, steps=3, lr=0.0001, seed=0), AdamW, on cpu, torch",
+        "fp32: no autocast, TF32 off", "bf16: autocast bfloat16",
+        "fp16: autocast float16, TF32 off, GradScaler(init_scale=65536, growth_factor=2", "recommended here:",
+    ):  # fmt: skip
+        assert text in out
+    rows = [r for r in read_rows(tmp_path / "train.csv") if r.status == "ok" and r.median_us]
+    assert {(r.dtype, r.provider) for r in rows} == {
+        (mode, provider) for mode in ("fp32", "fp16", "bf16") for provider in ("eager", "ampkernels")
+    }
+    for row in rows:
+        assert row.p20_us <= row.median_us <= row.p80_us and row.speedup > 0 and "TF32 off" in row.setting
+    record = json.loads((tmp_path / "train.json").read_text())
+    assert [len(run["losses"]) for run in record["runs"]] == [3] * 6 and record["recommended"]
 
 
 @pytest.mark.parametrize(
@@ -525,8 +864,127 @@ def test_the_recommended_dtype_is_the_fastest_that_loses_nothing(bf16_rate, bf16
     def result(mode, rate, loss):
         return training.Result(mode, "eager", task, "cpu", False, None, None, losses=[loss], samples_per_s=rate)
 
+    assert training.recommend([]).startswith("no recommendation")
+
     results = [result("fp32", 10.0, 0.1), result("fp16", 100.0, 0.101), result("bf16", bf16_rate, bf16_loss)]
     assert training.recommend(results).startswith(expected)
+
+
+# -------------------------------------------------------------------------------------------------------------- models
+
+
+def model_rows(name, kinds):
+    from benchmarks import models
+
+    size = models.Size(1, 1, 224 if name == "vit-b" else 16)
+    run = models._Run(models.MODELS[name], size, CPU, torch.bfloat16, SHORT)
+    return list(run.rows(kinds, ("eager", "ampkernels")))
+
+
+@pytest.mark.parametrize("name", ["gpt2-small", "llama-8-layers", "vit-b", "bert-base"])
+def test_models_are_built_checked_and_timed(name):
+    from benchmarks import models
+
+    pytest.importorskip("ampkernels")
+    pytest.importorskip(models.MODELS[name].module)
+    kinds = ("fwd", "step") if name == "bert-base" else ("fwd",)  # a step takes a CPU seconds
+    rows = model_rows(name, kinds)
+    assert [(r.direction, r.provider) for r in rows] == list(itertools.product(kinds, ("eager", "ampkernels")))
+    for row in rows:
+        assert row.status == "ok", row.reason
+        assert row.median_us > 0 and row.rel_l2 < 0.05 and row.max_ulp > 0 and row.speedup > 0 and row.rank in (1, 2)
+        assert row.unit == ("images/s" if name == "vit-b" else "tokens/s")
+    assert "fused" in rows[1].reason
+
+
+class Block(torch.nn.Module):
+    """A model of one block."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.compiled = torch.nn.Linear(8, 8), {}
+
+    def compile(self, **options):
+        self.compiled = options
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def tiny_model(**changes):
+    from benchmarks import models
+
+    fields = {
+        "name": "tiny",
+        "module": "torch",
+        "build": lambda size: Block(),
+        "input": lambda size, device: torch.randn(size.batch, size.length, 8, device=device),
+        "forward": lambda model, x: model(x),
+        "blocks": lambda model: [model],
+    }
+    size = models.Size(1, 2, 4)
+    model = models.Model(**{**fields, **changes}, full=size, quick=size, small=size)
+    return models._Run(model, size, CPU, torch.bfloat16, SHORT)
+
+
+def test_a_model_that_throws_says_so_in_each_row(monkeypatch):
+    ak = pytest.importorskip("ampkernels")
+
+    def broken(*arguments):
+        raise TypeError("unexpected keyword argument 'use_cache'")
+
+    monkeypatch.setattr(ak, "fuse", broken)
+    rows = {
+        (r.provider, r.direction): r for r in tiny_model().rows(("fwd", "step"), ("eager", "ampkernels", "compile"))
+    }
+    for direction in ("fwd", "step"):
+        assert rows["eager", direction].status == rows["compile", direction].status == "ok"
+        fused = rows["ampkernels", direction]
+        assert (fused.status, fused.reason) == ("error", "TypeError: unexpected keyword argument 'use_cache'")
+    assert rows["compile", "fwd"].reason == "each block compiled"
+    every = list(tiny_model(build=broken).rows(("fwd",), ("eager", "compile")))
+    assert [(r.provider, r.status) for r in every] == [("eager", "error"), ("compile", "error")]
+    assert "use_cache" in every[0].reason
+
+
+def test_a_model_that_runs_out_of_memory_says_so():
+    calls = []
+
+    def hungry(model, x):
+        calls.append(model)
+        if isinstance(model, Block) and model.compiled:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return model(x)
+
+    rows = list(tiny_model(forward=hungry).rows(("fwd",), ("eager", "compile")))
+    assert [(r.provider, r.status) for r in rows] == [("eager", "ok"), ("compile", "oom")]
+
+
+def test_a_wrong_model_is_not_ranked():
+    def forward(model, x):
+        return model(x) * (1.5 if model.compiled else 1.0)
+
+    rows = list(tiny_model(forward=forward).rows(("fwd",), ("eager", "compile")))
+    assert [(r.status, r.rank) for r in rows] == [("ok", 1), ("wrong", None)]
+
+
+def test_a_model_whose_package_is_absent_or_whose_dtype_has_no_amp_is_skipped():
+    rows = list(tiny_model(module="no_such_module_here").rows(("fwd", "step"), ("eager",)))
+    assert [(r.status, r.reason) for r in rows] == [("skipped", "no_such_module_here is not installed")] * 2
+    run = tiny_model()
+    run.dtype = torch.float32
+    assert {(r.status, r.reason) for r in run.rows(("fwd",), ("eager",))} == {
+        ("skipped", "automatic mixed precision has no fp32 mode")
+    }
+
+
+def test_model_variants_follow_the_providers():
+    from benchmarks import models
+
+    assert models._variants(["eager", "compile", "liger"]) == ["eager", "compile"]
+    assert models._variants(["ampkernels", "eager", "compile"]) == list(models.VARIANTS)
+    jobs = models.compilations(CPU, [torch.bfloat16], ["fwd", "bwd"], ["vit-b"], ["eager", "compile"], quick=False)
+    assert len(jobs) == 2  # forward and step of the one variant that compiles
 
 
 # ---------------------------------------------------------------------------------------------------------------- CUDA
