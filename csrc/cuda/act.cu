@@ -16,6 +16,7 @@
 
 #include "ampkernels/activation.h"
 #include "cuda/launch.h"
+#include "cuda/ptx.cuh"
 #include "cuda/vec.cuh"
 
 namespace ampkernels::cuda {
@@ -38,14 +39,15 @@ struct Partition {
   int64_t part_rows;
 };
 
-// About 792 blocks (6 for each of 132 SMs, as a constant: a tree must not depend on the device), which two or three to an
-// SM finish in whole waves; but parts of at least `min_rows` rows: the partial sums of a part are written and read once.
+// At most 792 blocks (6 for each of 132 SMs, as a constant: a tree must not depend on the device), which two or three
+// to an SM finish in whole waves; but parts of at least `min_rows` rows: the partial sums of a part are written and
+// read once.
 Partition partition(int64_t rows, int64_t cols, int v, int64_t min_rows) {
   Partition s;
   s.tx = 1;
   while (s.tx < 64 && int64_t(s.tx) * v < cols) s.tx *= 2;
   s.column_blocks = (cols + s.tx * v - 1) / (s.tx * v);
-  const int64_t wanted = std::max<int64_t>((792 + s.column_blocks - 1) / s.column_blocks, 1);
+  const int64_t wanted = std::max<int64_t>(792 / s.column_blocks, 1);
   const int64_t possible = std::max<int64_t>(rows / std::max<int64_t>(min_rows, 2 * kThreads / s.tx), 1);
   s.parts = std::min(wanted, possible);
   s.part_rows = (rows + s.parts - 1) / s.parts;
@@ -77,9 +79,13 @@ template <typename T>
 struct Access {
   using C = compute_t<T>;
   static constexpr int V = kElements<C>;
+  static constexpr bool kPacked = true;
   using Raw = Packet<T, V>;
+  static __device__ __forceinline__ const Raw* at(const RowsIn& x, int64_t row, int64_t col) {
+    return reinterpret_cast<const Raw*>(static_cast<const T*>(x.data) + row_offset(x.rows, row) + col);
+  }
   static __device__ __forceinline__ Raw load(const RowsIn& x, int64_t row, int64_t col, int) {
-    return *reinterpret_cast<const Raw*>(static_cast<const T*>(x.data) + row_offset(x.rows, row) + col);
+    return *at(x, row, col);
   }
   static __device__ __forceinline__ void unpack(const Raw& raw, C (&v)[V]) {
 #pragma unroll
@@ -95,6 +101,7 @@ template <bool kDouble>
 struct AnyAccess {
   using C = std::conditional_t<kDouble, double, float>;
   static constexpr int V = kElements<C>;
+  static constexpr bool kPacked = false;
   struct Raw {
     C v[V];
   };
@@ -189,76 +196,103 @@ __device__ __forceinline__ void write_partial(const C (&sum)[V], C* partial, con
   }
 }
 
-// What a thread reads of kRows rows.
-template <typename A, int kRows, bool kIdentity, bool kGated>
+// The rows that a thread of backward reads, one after the other: dy, and saved, of a gated pair twice. Packed ones come
+// by cp.async through a ring in shared memory, where each thread has its own 16 bytes of a stage: kStages - 1 rows are
+// on their way, 70 KB or more in an SM, and take no registers.
+template <typename A, bool kIdentity, bool kGated>
 struct BackwardRows {
-  typename A::Raw dy[kRows], saved[kIdentity ? 1 : kRows], up[kGated ? kRows : 1];
+  using Raw = typename A::Raw;
+  static constexpr int kSources = kIdentity ? 1 : kGated ? 3 : 2;
+  static constexpr int kStages = A::kPacked ? (kIdentity ? 8 : kGated ? 3 : 4) : 1;
 
-  __device__ __forceinline__ void load(const ActBwdParams& p, const Block& b, int64_t row0) {
+  const ActBwdParams& p;
+  const Block& b;
+  uint4* ring;  // [stage][source][thread]
+  int64_t next;
+  int stage = 0;
+
+  __device__ __forceinline__ BackwardRows(const ActBwdParams& p, const Block& b, uint4* ring)
+      : p(p), b(b), ring(ring), next(b.row) {
+    for (int i = 0; i < kStages - 1; ++i) fetch(i);
+  }
+
+  __device__ __forceinline__ const RowsIn& matrix(int source) const { return source == 0 ? p.dy : p.saved; }
+  __device__ __forceinline__ int64_t col(int source) const { return source == 2 ? p.cols + b.col : b.col; }
+
+  __device__ __forceinline__ void fetch(int to) {
+    if constexpr (A::kPacked) {
+      if (next < b.row_end) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int64_t row = min(row0 + i * b.row_step, b.row_end - 1);  // past the end: loaded, not added
-      dy[i] = A::load(p.dy, row, b.col, b.valid);
-      if constexpr (!kIdentity) saved[i] = A::load(p.saved, row, b.col, b.valid);
-      if constexpr (kGated) up[i] = A::load(p.saved, row, p.cols + b.col, b.valid);
+        for (int i = 0; i < kSources; ++i) {
+          cp_async_16(shared_address(&ring[(to * kSources + i) * kThreads + threadIdx.x]),
+                      A::at(matrix(i), next, col(i)), 16);
+        }
+      }
+      cp_async_commit();
+      next += b.row_step;
+    }
+  }
+
+  // The thread's vectors of `row`, the next one.
+  __device__ __forceinline__ void take(int64_t row, Raw (&raw)[kSources]) {
+    if constexpr (A::kPacked) {
+      cp_async_wait<kStages - 2>();
+#pragma unroll
+      for (int i = 0; i < kSources; ++i) {
+        raw[i] = *reinterpret_cast<const Raw*>(&ring[(stage * kSources + i) * kThreads + threadIdx.x]);
+      }
+      fetch(stage == 0 ? kStages - 1 : stage - 1);
+      if (++stage == kStages) stage = 0;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kSources; ++i) raw[i] = A::load(matrix(i), row, col(i), b.valid);
     }
   }
 };
 
-// kIdentity: no activation, dpre is dy; the kernel is there for the sums. The next rows are on their way while these are
-// computed: the derivatives take about as long as the memory. One row at a time, so that three blocks fit an SM.
+// kIdentity: no activation, dpre is dy; the kernel is there for the sums.
 template <typename A, bool kIdentity, bool kGated>
 __global__ void __launch_bounds__(kThreads, kGated ? 2 : 3)
     act_bwd_kernel(const __grid_constant__ ActBwdParams p, const __grid_constant__ Partition s, int64_t partial_cols) {
   using C = typename A::C;
-  constexpr int V = A::V, kRows = kIdentity ? 2 : 1;
+  using Rows = BackwardRows<A, kIdentity, kGated>;
+  constexpr int V = A::V;
+  __shared__ uint4 ring[A::kPacked ? Rows::kStages * Rows::kSources * kThreads : 1];
   const Block b = locate<V>(s, p.rows, p.cols);
+  Rows rows(p, b, ring);
   C sum[V] = {}, sum_up[V] = {};
-  BackwardRows<A, kRows, kIdentity, kGated> next;
-  if (b.row < b.row_end) next.load(p, b, b.row);
 #pragma unroll 1
-  for (int64_t row0 = b.row; row0 < b.row_end; row0 += kRows * b.row_step) {
-    const BackwardRows<A, kRows, kIdentity, kGated> raw = next;
-    if (row0 + kRows * b.row_step < b.row_end) next.load(p, b, row0 + kRows * b.row_step);
-    C dpre[kRows][V], dup[kRows][V];  // dup: of a gated pair's up
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) A::unpack(raw.dy[i], dpre[i]);
+  for (int64_t row = b.row; row < b.row_end; row += b.row_step) {
+    typename A::Raw raw[Rows::kSources];
+    rows.take(row, raw);
+    C dpre[V], dup[V];  // dup: of a gated pair's up
+    A::unpack(raw[0], dpre);
     if constexpr (!kIdentity) {
-      C saved[kRows][V];
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        A::unpack(raw.saved[i], saved[i]);
-        if constexpr (kGated) A::unpack(raw.up[i], dup[i]);
-      }
+      C saved[V];
+      A::unpack(raw[1], saved);
+      if constexpr (kGated) A::unpack(raw[2], dup);
       // saved_is_output needs no branch: relu' is the same of relu(x) as of x.
       with_activation(p.activation, result_of(p.saved.dtype), [&]<Activation kAct, Result kResult>() {
 #pragma unroll
-        for (int i = 0; i < kRows; ++i)
-#pragma unroll
-          for (int j = 0; j < V; ++j) {
-            const C dy = dpre[i][j], grad = activation_grad<kAct, kResult>(saved[i][j]);
-            if constexpr (kGated) {
-              dpre[i][j] = dy * dup[i][j] * grad;
-              dup[i][j] = dy * activation<kAct, kResult>(saved[i][j]);
-            } else {
-              dpre[i][j] = dy * grad;
-            }
+        for (int j = 0; j < V; ++j) {
+          const C dy = dpre[j], grad = activation_grad<kAct, kResult>(saved[j]);
+          if constexpr (kGated) {
+            dpre[j] = dy * dup[j] * grad;
+            dup[j] = dy * activation<kAct, kResult>(saved[j]);
+          } else {
+            dpre[j] = dy * grad;
           }
+        }
       });
     }
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int64_t row = row0 + i * b.row_step;
-      if (row >= b.row_end) break;
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
-        sum[j] = sum[j] + dpre[i][j];
-        if constexpr (kGated) sum_up[j] = sum_up[j] + dup[i][j];
-      }
-      if (p.dpre.data != nullptr) {
-        A::store(p.dpre, row, b.col, b.valid, dpre[i]);
-        if constexpr (kGated) A::store(p.dpre, row, p.cols + b.col, b.valid, dup[i]);
-      }
+    for (int j = 0; j < V; ++j) {
+      sum[j] = sum[j] + dpre[j];
+      if constexpr (kGated) sum_up[j] = sum_up[j] + dup[j];
+    }
+    if (p.dpre.data != nullptr) {
+      A::store(p.dpre, row, b.col, b.valid, dpre);
+      if constexpr (kGated) A::store(p.dpre, row, p.cols + b.col, b.valid, dup);
     }
   }
   if (p.dbias.data == nullptr) return;
