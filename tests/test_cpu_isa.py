@@ -1,4 +1,4 @@
-"""The CPU kernels' three builds (AVX-512, AVX2, baseline) return the same bits, forward and backward."""
+"""The CPU kernels' builds (AVX-512 with AVX512_BF16 and without, AVX2, baseline) return the same bits, forward and backward."""
 
 import math
 
@@ -17,7 +17,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 @pytest.fixture
 def builds():
     """The names of the builds that this machine can run, best first; afterwards the best is in force again."""
-    able = [isa for isa in ("avx512", "avx2", "baseline") if set_isa(isa)]
+    able = [isa for isa in ("avx512_bf16", "avx512", "avx2", "baseline") if set_isa(isa)]
     yield able
     set_isa(able[0])
 
@@ -113,3 +113,16 @@ def test_conversions(builds, dtype):
         rounded, _ = torch.ops.ampkernels.linear_act_bwd(wild, None, 0, False, dtype, None)
         assert torch.equal(bits(rounded), bits(wild.to(dtype)))
         assert (rounded.view(torch.int16)[rounded.isnan()] == 0x7FFF).all()
+
+
+@pytest.mark.parametrize("length", [1024, 1023], ids=["whole lines", "unaligned rows"])
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=name)
+def test_results_large_enough_to_pass_by_the_caches(builds, dtype, length):
+    """With subnormal and NaN results, which AVX512_BF16's conversion alone would round otherwise."""
+    x = randn(2101, length, dtype=dtype)
+    x[1, 0], x[2, :], x[3, 5] = math.nan, 0.0, 1e-39
+    weight = randn(length, dtype=dtype, seed=1)
+    bias = (randn(length, dtype=torch.float32, seed=2) * 1e-39).to(dtype)
+    assert_same_bits(builds, lambda: with_grads(lambda t, w, b: ak.layer_norm(t, (length,), w, b), x, weight, bias))
+    assert_same_bits(builds, lambda: with_grads(lambda t, w: ak.rms_norm(t, (length,), w), x, weight))
+    assert_same_bits(builds, lambda: with_grads(ak.softmax, x))

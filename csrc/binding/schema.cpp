@@ -68,7 +68,7 @@ STABLE_TORCH_LIBRARY(ampkernels, m) {
 
   // What was compiled in: a JSON object (compiler, CUDA version and archs, or why CUDA was left out; the CPU's ISA).
   m.def("build_config() -> str");
-  // Tests: choose the CPU build ("avx512", "avx2", "baseline"); false if this machine cannot run it.
+  // Tests: choose the CPU build ("avx512_bf16", "avx512", "avx2", "baseline"); false if this machine cannot run it.
   m.def("set_cpu_isa(str name) -> bool");
   // Tests: the CUDA GEMM's kernels, "auto", "sm80" (mma.sync), "sm90" (WGMMA) or "small" (WGMMA for few rows); false
   // if this build has them not.

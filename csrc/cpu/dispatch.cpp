@@ -13,6 +13,8 @@ const KernelTable* supported(const char* name) {
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  const bool has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16");
+  if (std::strcmp(name, avx512_bf16::table.name) == 0) return has_bf16 ? &avx512_bf16::table : nullptr;
   if (std::strcmp(name, avx512::table.name) == 0) return has_avx512 ? &avx512::table : nullptr;
   if (std::strcmp(name, avx2::table.name) == 0) return has_avx2 ? &avx2::table : nullptr;
 #endif
@@ -20,7 +22,7 @@ const KernelTable* supported(const char* name) {
 }
 
 const KernelTable* best() {
-  for (const char* name : {"avx512", "avx2"}) {
+  for (const char* name : {"avx512_bf16", "avx512", "avx2"}) {
     if (const KernelTable* table = supported(name)) return table;
   }
   return &baseline::table;

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <new>
 #include <type_traits>
+#include <utility>
 
 #include "ampkernels/activation.h"
 #include "ampkernels/convert.h"

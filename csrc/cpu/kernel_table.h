@@ -19,6 +19,9 @@ struct KernelTable {
 
 #if defined(__x86_64__)
 #define AMPKERNELS_CPU_X86 1
+namespace avx512_bf16 {
+extern const KernelTable table;
+}
 namespace avx512 {
 extern const KernelTable table;
 }

@@ -1,13 +1,14 @@
 // The CPU kernels: torch-free, each over a range of rows (or of blocks), so that the binding supplies the threads.
-// Each has three builds (AVX-512, AVX2, baseline) chosen once at run time; the bits are the same in all three.
+// Each has four builds (AVX-512 with AVX512_BF16 and without, AVX2, baseline), of which one is chosen at run time; the
+// bits are the same in all four.
 #pragma once
 
 #include "ampkernels/params.h"
 
 namespace ampkernels::cpu {
 
-// "avx512", "avx2" or "baseline": what this machine runs, or what set_isa chose (tests). set_isa returns false if the
-// machine cannot run it.
+// "avx512_bf16", "avx512", "avx2" or "baseline": what this machine runs, or what set_isa chose (tests). set_isa returns
+// false if the machine cannot run it.
 const char* isa();
 bool set_isa(const char* name);
 

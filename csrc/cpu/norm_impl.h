@@ -73,115 +73,150 @@ double scale_row(C* s, int64_t n) {
   return __builtin_ldexp(1.0, -exponent);
 }
 
-// What norm_fwd_typed's rows share.
-template <typename T, bool kRms, typename C = compute_t<T>>
-struct NormRow {
-  int64_t n;
-  double eps;
-  C* buffer;
-  const C* weight;
-  const C* bias;
-  C* mean;  // null where not wanted
-  C* rstd;
+// Forward over consecutive rows.
+template <typename T, bool kRms>
+class NormFwd {
+ public:
+  using C = compute_t<T>;
 
-  // The output and the statistics of row `row`, times scale, that s(i, step) loads. Asks for the next row of x on the
-  // way.
-  template <typename F>
-  AK_SIMD void finish(F s, const RowStatistics<C>& stats, double scale, const T* x, T* y, int64_t row) const {
-    if (mean != nullptr) mean[row] = C((double(stats.center) + stats.correction) / scale);
-    if (rstd != nullptr) rstd[row] = C(stats.rstd * scale);
-    const Vec<C> vrstd = splat(C(stats.rstd)), center = splat(stats.center);
-    const Vec<C> shift = splat(C(-stats.correction * stats.rstd));
-    for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
-      prefetch_read(x + i, n);
-      prefetch_write(y + i, n);
-      if constexpr (kRms) {
-        store(y + i, s(i, step) * vrstd * load_buffer(weight + i), step);
-      } else {
-        const Vec<C> h = fma(s(i, step) - center, vrstd, shift);
-        store(y + i, fma(h, load_buffer(weight + i), load_buffer(bias + i)), step);
+  NormFwd(const NormFwdParams& p, int64_t begin, int64_t end)
+      : p_(p),
+        n_(p.cols),
+        x_rows_(p.x, n_, begin, end),
+        residual_rows_(p.residual, n_, begin, end),
+        y_rows_(p.y, n_, begin, end),
+        sum_rows_(p.sum, n_, begin, end),
+        weight_(load_vector<T>(weight_scratch_, p.weight, n_, p.weight.data != nullptr ? p.weight_offset : 0, 1)),
+        bias_(load_vector<T>(bias_scratch_, p.bias, n_, 0, -0.0)),  // h * weight + -0 is h * weight, zeros' signs too
+        kept_(kept_scratch_.allocate<C>(kGroup * whole_steps(n_))) {}
+
+  void run(int64_t row, int64_t end) {
+    if (n_ <= kGroupCols && x_rows_.in_place() && residual_rows_.in_place() && y_rows_.in_place() &&
+        sum_rows_.in_place()) {
+      for (; row + kGroup <= end; row += kGroup) take<kGroup>(row);
+    }
+    for (; row < end; ++row) take<1>(row);
+  }
+
+ private:
+  // R rows from `row` on, each with room for it as s, in the compute type.
+  template <int R>
+  struct Group {
+    int64_t row;
+    const T* x[R];
+    const T* residual[R];
+    T* y[R];
+    T* sum[R];
+    C* kept[R];
+  };
+
+  template <int R>
+  void take(int64_t row) {
+    Group<R> g{row};
+    for (int r = 0; r < R; ++r) {
+      if (r > 0) y_rows_.done(), sum_rows_.done();
+      g.x[r] = x_rows_.row();
+      g.residual[r] = residual_rows_.row();
+      g.y[r] = y_rows_.row();
+      g.sum[r] = sum_rows_.row();
+      g.kept[r] = kept_ + r * whole_steps(n_);
+    }
+    const auto load_x = [&](int r, int64_t i, auto step) AK_LAMBDA { return load<C>(g.x[r] + i, step); };
+    const auto load_kept = [&](int r, int64_t i, auto) AK_LAMBDA { return load_buffer(g.kept[r] + i); };
+    if (p_.residual.data != nullptr) {
+      const auto load_sum = [&](int r, int64_t i, auto step) AK_LAMBDA {
+        const Vec<C> v = load_x(r, i, step) + load<C>(g.residual[r] + i, step);
+        store_buffer(g.kept[r] + i, v);
+        return v;
+      };
+      normalise(g, load_sum, load_kept);
+    } else if constexpr (std::is_same_v<T, half_t>) {  // costs more to widen again than to keep widened
+      const auto load_first = [&](int r, int64_t i, auto step) AK_LAMBDA {
+        const Vec<C> v = load_x(r, i, step);
+        store_buffer(g.kept[r] + i, v);
+        return v;
+      };
+      normalise(g, load_first, load_kept);
+    } else {
+      normalise(g, load_x, load_x);
+    }
+    y_rows_.done(), sum_rows_.done();
+  }
+
+  // first(r, i, step) loads s of row r for the first time, again(r, i, step) after that.
+  template <int R, typename First, typename Again>
+  AK_SIMD void normalise(const Group<R>& g, First first, Again again) const {
+    double sum[R];
+    for (int r = 0; r < R; ++r) {
+      sum[r] = reduce<T, 1>(n_, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
+                 prefetch_half<0>(g.x[r], i, n_, R);
+                 t.a = first_term<kRms>(first(r, i, step), t.a);
+               }).a;
+    }
+    RowStatistics<C> stats[R];
+    for (int r = 0; r < R; ++r) {
+      const auto s = [&](int64_t i, auto step) AK_LAMBDA { return again(r, i, step); };
+      if (g.sum[r] != nullptr) {
+        for_steps<T>(n_, [&](int64_t i, auto step) AK_LAMBDA { store(g.sum[r] + i, s(i, step), step); });
       }
+      stats[r] = row_statistics<T, kRms>(s, sum[r], n_, p_.eps);
+    }
+    finish(g, again, stats, 1);
+    for (int r = 0; r < R; ++r) {
+      if (stats[r].in_range) continue;
+      for_steps<T>(n_, [&](int64_t i, auto step) AK_LAMBDA { store_buffer(g.kept[r] + i, again(r, i, step)); });
+      finish_scaled({g.row + r, {g.x[r]}, {}, {g.y[r]}, {}, {g.kept[r]}});
+    }
+  }
+
+  // The output and the statistics of rows, times scale, that s(r, i, step) loads.
+  template <int R, typename F>
+  AK_SIMD void finish(const Group<R>& g, F s, const RowStatistics<C> (&stats)[R], double scale) const {
+    Vec<C> center[R], rstd[R], shift[R];
+    for_group<R>([&](auto r) AK_LAMBDA {
+      if (p_.mean != nullptr) static_cast<C*>(p_.mean)[g.row + r] = C((stats[r].center + stats[r].correction) / scale);
+      if (p_.rstd != nullptr) static_cast<C*>(p_.rstd)[g.row + r] = C(stats[r].rstd * scale);
+      center[r] = splat(stats[r].center);
+      rstd[r] = splat(C(stats[r].rstd));
+      shift[r] = splat(C(-stats[r].correction * stats[r].rstd));
+    });
+    const bool stream = y_rows_.streams();
+    for_steps<T>(n_, [&](int64_t i, auto step) AK_LAMBDA {
+      const Vec<C> weight = load_buffer(weight_ + i);
+      const Vec<C> bias = kRms ? weight : load_buffer(bias_ + i);
+      for_group<R>([&](auto r) AK_LAMBDA {
+        prefetch_half<1>(g.x[r], i, n_, R);
+        if (!stream) prefetch_write(g.y[r] + i, R * n_);
+        if constexpr (kRms) {
+          store(g.y[r] + i, s(r, i, step) * rstd[r] * weight, step, stream);
+        } else {
+          const Vec<C> h = fma(s(r, i, step) - center[r], rstd[r], shift[r]);
+          store(g.y[r] + i, fma(h, weight, bias), step, stream);
+        }
+      });
     });
   }
 
-  // A row that lies in the buffer, whose squares overflow or vanish: it is scaled in place, and all is taken again.
-  void finish_scaled(const T* x, T* y, int64_t row) const {
-    const auto s = [&](int64_t i, auto) AK_LAMBDA { return load_buffer(buffer + i); };
-    const double scale = scale_row<T>(buffer, n);
-    const double sum = reduce<T, 1>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
+  // A kept row whose squares overflow or vanish: it is scaled in place, and all is taken again.
+  void finish_scaled(const Group<1>& g) const {
+    const auto s = [&](int64_t i, auto) AK_LAMBDA { return load_buffer(g.kept[0] + i); };
+    const double scale = scale_row<T>(g.kept[0], n_);
+    const double sum = reduce<T, 1>(n_, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
                          t.a = first_term<kRms>(keep(s(i, step), step, splat(C(0))), t.a);
                        }).a;
-    finish(s, row_statistics<T, kRms>(s, sum, n, eps * scale * scale), scale, x, y, row);
+    const RowStatistics<C> stats[] = {row_statistics<T, kRms>(s, sum, n_, p_.eps * scale * scale)};
+    finish(g, [&](int, int64_t i, auto step) AK_LAMBDA { return s(i, step); }, stats, scale);
   }
+
+  const NormFwdParams& p_;
+  int64_t n_;
+  RowReader<T> x_rows_, residual_rows_;
+  RowWriter<T> y_rows_, sum_rows_;
+  Scratch weight_scratch_, bias_scratch_, kept_scratch_;
+  const C* weight_;
+  const C* bias_;
+  C* kept_;
 };
-
-template <typename T, bool kRms>
-void norm_fwd_typed(const NormFwdParams& p, int64_t begin, int64_t end) {
-  using C = compute_t<T>;
-  const int64_t n = p.cols;
-  RowReader<T> x_rows(p.x, n, begin, end);
-  RowReader<T> residual_rows(p.residual, n, begin, end);
-  RowWriter<T> y_rows(p.y, n, begin, end);
-  RowWriter<T> sum_rows(p.sum, n, begin, end);
-  Scratch buffer_scratch, weight_scratch, bias_scratch;
-  C* buffer = buffer_scratch.allocate<C>(whole_steps(n));
-  const double offset = p.weight.data != nullptr ? p.weight_offset : 0;
-  const NormRow<T, kRms> norm{
-      n,
-      p.eps,
-      buffer,
-      load_vector<T>(weight_scratch, p.weight, n, offset, 1),
-      load_vector<T>(bias_scratch, p.bias, n, 0, -0.0),  // h * weight + -0 is h * weight, zeros' signs too
-      static_cast<C*>(p.mean),
-      static_cast<C*>(p.rstd)};
-  // fp16 costs more to widen again than to keep widened; a row with a residual has to be kept.
-  const bool keeps = p.residual.data != nullptr || std::is_same_v<T, half_t>;
-
-  for (int64_t row = begin; row < end; ++row) {
-    const T* x = x_rows.row();
-    const T* residual = p.residual.data != nullptr ? residual_rows.row() : nullptr;
-    T* y = y_rows.row();
-    const auto load_x = [&](int64_t i, auto step) AK_LAMBDA { return load<C>(x + i, step); };
-    const auto load_kept = [&](int64_t i, auto) AK_LAMBDA { return load_buffer(buffer + i); };
-    const auto keep_row = [&](auto s) AK_LAMBDA {
-      return reduce<T, 1>(n,
-                          [&](auto& t, int64_t i, auto step) AK_LAMBDA {
-                            const Vec<C> v = s(i, step);
-                            store_buffer(buffer + i, v);
-                            t.a = first_term<kRms>(v, t.a);
-                          })
-          .a;
-    };
-    if (keeps) {
-      const double sum = residual == nullptr ? keep_row(load_x) : keep_row([&](int64_t i, auto step) AK_LAMBDA {
-        return load<C>(x + i, step) + load<C>(residual + i, step);
-      });
-      if (p.sum.data != nullptr) {
-        T* rounded = sum_rows.row();
-        for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA { store(rounded + i, load_kept(i, step), step); });
-        sum_rows.done();
-      }
-      const RowStatistics<C> stats = row_statistics<T, kRms>(load_kept, sum, n, p.eps);
-      if (stats.in_range) {
-        norm.finish(load_kept, stats, 1, x, y, row);
-      } else {
-        norm.finish_scaled(x, y, row);
-      }
-    } else {
-      const double sum = reduce<T, 1>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
-                           t.a = first_term<kRms>(load_x(i, step), t.a);
-                         }).a;
-      const RowStatistics<C> stats = row_statistics<T, kRms>(load_x, sum, n, p.eps);
-      if (stats.in_range) {
-        norm.finish(load_x, stats, 1, x, y, row);
-      } else {
-        keep_row(load_x);
-        norm.finish_scaled(x, y, row);
-      }
-    }
-    y_rows.done();
-  }
-}
 
 void norm_fwd_rows(const NormFwdParams& p, int64_t begin, int64_t end) {
   const DType dtype = p.x.dtype;
@@ -189,9 +224,9 @@ void norm_fwd_rows(const NormFwdParams& p, int64_t begin, int64_t end) {
                        (p.sum.data == nullptr || p.sum.dtype == dtype);
   with_row_type(dtype == DType::kFloat64, dtype, uniform, [&]<typename T>() {
     if (p.rms) {
-      norm_fwd_typed<T, true>(p, begin, end);
+      NormFwd<T, true>(p, begin, end).run(begin, end);
     } else {
-      norm_fwd_typed<T, false>(p, begin, end);
+      NormFwd<T, false>(p, begin, end).run(begin, end);
     }
   });
 }
@@ -205,102 +240,135 @@ inline bool norm_bwd_sums(const NormBwdParams& p) {
 // One block of rows. A row of s and dy is read from memory once; the second pass finds it in the cache. The block's
 // column sums of dy * h and of dy go to the workspace, cols of the one and cols of the other.
 template <typename T, bool kRms>
-void norm_bwd_typed(const NormBwdParams& p, int64_t block) {
+class NormBwd {
+ public:
   using C = compute_t<T>;
-  const int64_t n = p.cols;
-  const int64_t begin = block * sum_block_rows(p.rows);
-  const int64_t end = p.rows - begin < sum_block_rows(p.rows) ? p.rows : begin + sum_block_rows(p.rows);
-  RowReader<T> s_rows(p.s, n, begin, end);
-  RowReader<T> dy_rows(p.dy, n, begin, end);
-  RowReader<T> dsum_rows(p.dsum, n, begin, end);
-  RowWriter<T> dx_rows(p.dx, n, begin, end);
-  Scratch weight_scratch, sums_scratch;
-  const C* weight = load_vector<T>(weight_scratch, p.weight, n, p.weight.data != nullptr ? p.weight_offset : 0, 1);
-  const bool sums = norm_bwd_sums(p);
-  C* dweight = sums ? sums_scratch.allocate<C>(2 * whole_steps(n)) : nullptr;
-  C* dbias = sums ? dweight + whole_steps(n) : nullptr;
-  if (sums) {
-    for (int64_t i = 0; i < 2 * whole_steps(n); ++i) dweight[i] = C(0);
+
+  NormBwd(const NormBwdParams& p, int64_t begin, int64_t end)
+      : p_(p),
+        n_(p.cols),
+        s_rows_(p.s, n_, begin, end),
+        dy_rows_(p.dy, n_, begin, end),
+        dsum_rows_(p.dsum, n_, begin, end),
+        dx_rows_(p.dx, n_, begin, end),
+        weight_(load_vector<T>(weight_scratch_, p.weight, n_, p.weight.data != nullptr ? p.weight_offset : 0, 1)),
+        dweight_(norm_bwd_sums(p) ? sums_scratch_.allocate<C>(2 * whole_steps(n_)) : nullptr),
+        dbias_(dweight_ == nullptr ? nullptr : dweight_ + whole_steps(n_)) {}
+
+  void run(int64_t row, int64_t end, C* partials) {
+    const bool sums = norm_bwd_sums(p_);
+    for (int64_t i = 0; sums && i < 2 * whole_steps(n_); ++i) dweight_[i] = C(0);
+    if (n_ <= kGroupCols && s_rows_.in_place() && dy_rows_.in_place() && dsum_rows_.in_place() && dx_rows_.in_place()) {
+      for (; row + kGroup <= end; row += kGroup) take<kGroup>(row);
+    }
+    for (; row < end; ++row) take<1>(row);
+    if (sums) {
+      from_row_order<T>(partials, dweight_, n_);
+      from_row_order<T>(partials + n_, dbias_, n_);
+    }
   }
 
-  for (int64_t row = begin; row < end; ++row) {
-    const T* s = s_rows.row();
-    const T* dy = dy_rows.row();
-    const T* dsum = p.dsum.data != nullptr ? dsum_rows.row() : nullptr;
-    T* dx = p.dx.data != nullptr ? dx_rows.row() : nullptr;
-    const Vec<C> rstd = splat(static_cast<const C*>(p.rstd)[row]);
-    Vec<C> center = splat(C(0));
-    if constexpr (!kRms) center = splat(static_cast<const C*>(p.mean)[row]);
-
-    // The sums of h, g and g * h. h's own mean is what the saved mean's rounding left; it is taken off.
-    double mean_h = 0, mean_g = 0, mean_gh = 0;
-    if constexpr (kRms) {
-      mean_gh = reduce<T, 1>(n,
-                             [&](auto& t, int64_t i, auto step) AK_LAMBDA {
-                               const Vec<C> h = load<C>(s + i, step) * rstd;
-                               const Vec<C> g = load<C>(dy + i, step) * load_buffer(weight + i);
-                               t.a = fma(g, h, t.a);
-                             })
-                    .a /
-                double(n);
-    } else {
-      const Totals t = reduce<T, 3>(n, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
-        const Vec<C> h = keep((load<C>(s + i, step) - center) * rstd, step, splat(C(0)));
-        const Vec<C> g = load<C>(dy + i, step) * load_buffer(weight + i);
-        t.a = t.a + h;
-        t.b = t.b + g;
-        t.c = fma(g, h, t.c);
+ private:
+  template <int R>
+  void take(int64_t row) {
+    const T *s[R], *dy[R], *dsum[R];
+    T* dx[R];
+    // The means of h, g and g * h. h's own is what the saved mean's rounding left; it is taken off.
+    double mean_h[R], mean_g[R], mean_gh[R];
+    for (int r = 0; r < R; ++r) {
+      if (r > 0) dx_rows_.done();
+      s[r] = s_rows_.row();
+      dy[r] = dy_rows_.row();
+      dsum[r] = dsum_rows_.row();
+      dx[r] = dx_rows_.row();
+      const Vec<C> rstd = row_rstd(row + r), center = row_center(row + r);
+      const Totals t = reduce<T, kRms ? 1 : 3>(n_, [&](auto& t, int64_t i, auto step) AK_LAMBDA {
+        prefetch_half<0>(s[r], i, n_, R);
+        prefetch_half<0>(dy[r], i, n_, R);
+        const Vec<C> g = load<C>(dy[r] + i, step) * load_buffer(weight_ + i);
+        if constexpr (kRms) {
+          t.a = fma(g, load<C>(s[r] + i, step) * rstd, t.a);
+        } else {
+          const Vec<C> h = keep((load<C>(s[r] + i, step) - center) * rstd, step, splat(C(0)));
+          t.a = fma(g, h, t.a);
+          t.b = t.b + g;
+          t.c = t.c + h;
+        }
       });
-      mean_h = t.a / double(n);
-      mean_g = t.b / double(n);
-      mean_gh = t.c / double(n) - mean_h * mean_g;
+      mean_h[r] = t.c / double(n_);
+      mean_g[r] = t.b / double(n_);
+      mean_gh[r] = t.a / double(n_) - mean_h[r] * mean_g[r];
     }
 
-    const Vec<C> shift = splat(C(-mean_h)), vmean_g = splat(C(mean_g)), vmean_gh_negated = splat(C(-mean_gh));
-    for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
-      prefetch_read(s + i, n);
-      prefetch_read(dy + i, n);
-      const Vec<C> dy_i = load<C>(dy + i, step);
-      Vec<C> h;
-      if constexpr (kRms) {
-        h = load<C>(s + i, step) * rstd;
-      } else {
-        h = fma(load<C>(s + i, step) - center, rstd, shift);
+    Vec<C> rstd[R], center[R], shift[R], vmean_g[R], vmean_gh_negated[R];
+    for_group<R>([&](auto r) AK_LAMBDA {
+      rstd[r] = row_rstd(row + r);
+      center[r] = row_center(row + r);
+      shift[r] = splat(C(-mean_h[r]));
+      vmean_g[r] = splat(C(mean_g[r]));
+      vmean_gh_negated[r] = splat(C(-mean_gh[r]));
+    });
+    const bool stream = dx_rows_.streams();
+    for_steps<T>(n_, [&](int64_t i, auto step) AK_LAMBDA {
+      const Vec<C> weight = load_buffer(weight_ + i);
+      Vec<C> dweight, dbias;
+      if (dweight_ != nullptr) {
+        dweight = load_buffer(dweight_ + i);
+        dbias = load_buffer(dbias_ + i);
       }
-      if (sums) {
-        store_buffer(dweight + i, fma(dy_i, h, load_buffer(dweight + i)));
-        if constexpr (!kRms) store_buffer(dbias + i, dy_i + load_buffer(dbias + i));
-      }
-      if (dx != nullptr) {
-        prefetch_write(dx + i, n);
-        Vec<C> g = dy_i * load_buffer(weight + i);
-        if constexpr (!kRms) g = g - vmean_g;
-        g = fma(h, vmean_gh_negated, g);
-        if (dsum != nullptr) {
-          store(dx + i, fma(g, rstd, load<C>(dsum + i, step)), step);
+      for_group<R>([&](auto r) AK_LAMBDA {
+        prefetch_half<1>(s[r], i, n_, R);
+        prefetch_half<1>(dy[r], i, n_, R);
+        const Vec<C> dy_i = load<C>(dy[r] + i, step);
+        Vec<C> h = load<C>(s[r] + i, step), g = dy_i * weight;
+        if constexpr (kRms) {
+          h = h * rstd[r];
         } else {
-          store(dx + i, g * rstd, step);
+          h = fma(h - center[r], rstd[r], shift[r]);
+          g = g - vmean_g[r];
+          dbias = dbias + dy_i;
         }
+        dweight = fma(dy_i, h, dweight);
+        if (dx[r] != nullptr) {
+          if (!stream) prefetch_write(dx[r] + i, R * n_);
+          g = fma(h, vmean_gh_negated[r], g);
+          store(dx[r] + i, dsum[r] != nullptr ? fma(g, rstd[r], load<C>(dsum[r] + i, step)) : g * rstd[r], step,
+                stream);
+        }
+      });
+      if (dweight_ != nullptr) {
+        store_buffer(dweight_ + i, dweight);
+        if constexpr (!kRms) store_buffer(dbias_ + i, dbias);
       }
     });
-    if (dx != nullptr) dx_rows.done();
+    dx_rows_.done();
   }
-  if (sums) {
-    C* partials = static_cast<C*>(p.workspace) + block * 2 * n;
-    from_row_order<T>(partials, dweight, n);
-    from_row_order<T>(partials + n, dbias, n);
-  }
-}
+
+  Vec<C> AK_SIMD row_rstd(int64_t row) const { return splat(static_cast<const C*>(p_.rstd)[row]); }
+  Vec<C> AK_SIMD row_center(int64_t row) const { return splat(kRms ? C(0) : static_cast<const C*>(p_.mean)[row]); }
+
+  const NormBwdParams& p_;
+  int64_t n_;
+  RowReader<T> s_rows_, dy_rows_, dsum_rows_;
+  RowWriter<T> dx_rows_;
+  Scratch weight_scratch_, sums_scratch_;
+  const C* weight_;
+  C* dweight_;  // the block's sums, null where not wanted
+  C* dbias_;
+};
 
 void norm_bwd_block(const NormBwdParams& p, int64_t block) {
   const DType dtype = p.s.dtype;
   const bool uniform = p.dy.dtype == dtype && (p.dsum.data == nullptr || p.dsum.dtype == dtype) &&
                        (p.dx.data == nullptr || p.dx.dtype == dtype);
+  const int64_t begin = block * sum_block_rows(p.rows);
+  const int64_t end = p.rows - begin < sum_block_rows(p.rows) ? p.rows : begin + sum_block_rows(p.rows);
   with_row_type(dtype == DType::kFloat64, dtype, uniform, [&]<typename T>() {
+    compute_t<T>* partials = static_cast<compute_t<T>*>(p.workspace) + block * 2 * p.cols;
     if (p.rms) {
-      norm_bwd_typed<T, true>(p, block);
+      NormBwd<T, true>(p, begin, end).run(begin, end, partials);
     } else {
-      norm_bwd_typed<T, false>(p, block);
+      NormBwd<T, false>(p, begin, end).run(begin, end, partials);
     }
   });
 }

@@ -45,6 +45,32 @@ AK_SIMD void with_dtype(DType dtype, F&& f) {
   }
 }
 
+// Rows that a kernel takes together where they lie as it reads and writes them: while the sums of one are added up,
+// divided and rooted, the elements of the next go by, and what all rows share is loaded once for the group.
+constexpr int kGroup = 2;
+// Longer rows would leave the L2 cache between two passes.
+constexpr int64_t kGroupCols = 16384;
+
+// Results from this size on are stored past the caches.
+constexpr int64_t kStreamBytes = 4 << 20;
+
+// f(std::integral_constant<int, r>) for every row r of a group: unrolled, so that arrays over r are registers.
+template <int R, typename F>
+AK_SIMD void for_group(F f) {
+  [&]<int... r>(std::integer_sequence<int, r...>)
+      AK_LAMBDA { (f(std::integral_constant<int, r>{}), ...); }(std::make_integer_sequence<int, R>{});
+}
+
+// Asks for half of the row of T that lies two groups on, bit by bit in step i of a pass over this one; another pass
+// asks for the other half. What the hardware prefetches ends with a page, every few rows; and one pass alone would ask
+// for more at once than the memory keeps under way. Into the L2 cache: out of L1 it would push the rows in use.
+template <int kHalf, typename T>
+AK_SIMD void prefetch_half(const T* row, int64_t i, int64_t n, int group) {
+  if (sizeof(T) == 2 && i % (2 * kLanes) != 0) return;
+  const int64_t ahead = 2 * group * n + kHalf * (n / 2) + i / 2;
+  __builtin_prefetch(reinterpret_cast<const void*>(uintptr_t(row) + uintptr_t(ahead) * sizeof(T)), 0, 2);
+}
+
 // f(i, All) for every whole step of a row of T, then f(i, Some) for the rest.
 template <typename T, typename F>
 AK_SIMD void for_steps(int64_t n, F f) {
@@ -68,7 +94,8 @@ void convert_elements(To* to, const From* from, int64_t n) {
   }
 }
 
-// A buffer of n elements, from element order to a row of T's order, and back. Whole steps are moved.
+// A buffer of n elements, from element order to a row of T's order, and back. Whole steps are moved. (The loops over a
+// step are the compiler's to vectorise.)
 template <typename T, typename C>
 void to_row_order(C* buffer, int64_t n) {
   if constexpr (kEvenOdd<T>) {
@@ -83,14 +110,19 @@ void to_row_order(C* buffer, int64_t n) {
   }
 }
 template <typename T, typename C>
-void from_row_order(C* to, const C* buffer, int64_t n) {
-  if constexpr (kEvenOdd<T>) {
-    for (int64_t i = 0; i < n; ++i) {
-      const int64_t k = i % kLanes;
-      to[i] = buffer[i - k + (k % 2 == 0 ? k / 2 : kLanes / 2 + k / 2)];
+void from_row_order(C* __restrict to, const C* __restrict buffer, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    C step[kLanes];
+    for (int k = 0; k < kLanes / 2; ++k) {
+      step[kEvenOdd<T> ? 2 * k : k] = buffer[i + k];
+      step[kEvenOdd<T> ? 2 * k + 1 : kLanes / 2 + k] = buffer[i + kLanes / 2 + k];
     }
-  } else {
-    for (int64_t i = 0; i < n; ++i) to[i] = buffer[i];
+    const int64_t whole = n - i < kLanes ? n - i : kLanes;
+    if (whole == kLanes) {
+      for (int k = 0; k < kLanes; ++k) to[i + k] = step[k];
+    } else {
+      for (int64_t k = 0; k < whole; ++k) to[i + k] = step[k];
+    }
   }
 }
 
@@ -268,14 +300,25 @@ class RowReader {
     if (converts_) converted_ = converted_scratch_.allocate<T>(cols);
   }
 
-  const T* row() {
+  // Whether row() returns rows where they lie, so that several may be in use at once.
+  bool in_place() const { return in_.data == nullptr || !(strided_ || converts_); }
+
+  // Null where there is nothing to read.
+  AK_SIMD const T* row() {
+    if (in_.data == nullptr) return nullptr;
     const char* data = static_cast<const char*>(in_.data) + cursor_.offset() * size_;
+    const T* row = in_place() ? reinterpret_cast<const T*>(data) : moved(data);
+    cursor_.next();
+    ++row_;
+    return row;
+  }
+
+ private:
+  AK_NOINLINE const T* moved(const char* data) {
     if (strided_) {
       if (row_ == packed_end_) pack(data);
       data = packed_ + (row_ - packed_begin_) * stride_ * size_;
     }
-    ++row_;
-    cursor_.next();
     if (!converts_) return reinterpret_cast<const T*>(data);
     if constexpr (sizeof(T) >= 4) {
       with_dtype(in_.dtype,
@@ -284,7 +327,6 @@ class RowReader {
     return converted_;
   }
 
- private:
   static bool same_type(DType dtype) {
     if constexpr (sizeof(T) == 1) {
       return true;
@@ -314,7 +356,8 @@ class RowReader {
   Scratch packed_scratch_, converted_scratch_;
 };
 
-// Consecutive rows of a RowsOut as `T*`: write row(), then call done(), once for each row, in order.
+// Consecutive rows of a RowsOut as `T*`: write row(), then call done(), once for each row, in order. A row that is
+// written in place may be written after done().
 template <typename T>
 class RowWriter {
  public:
@@ -329,31 +372,57 @@ class RowWriter {
         strided_(out.col_stride != 1 && cols > 1),
         converts_(out.dtype != dtype_of<T>::value) {
     if (out.data == nullptr) return;
+    streams_ = kStreams && in_place() && uintptr_t(out.data) % 64 == 0;
+    int64_t bytes = cols * size_;
+    for (int d = 0; d < out.rows.ndim; ++d) {
+      bytes *= out.rows.size[d];
+      if (out.rows.stride[d] * size_ % 64 != 0) streams_ = false;
+    }
+    if (bytes < kStreamBytes) streams_ = false;
     if (strided_) {
       stride_ = block_stride(cols, size_);
       packed_ = static_cast<char*>(packed_scratch_.allocate<char>(block_rows(cols, size_) * stride_ * size_));
     }
     if (converts_) converted_ = converted_scratch_.allocate<T>(cols);
   }
+  ~RowWriter() {
+    if (streams_) fence_streams();
+  }
 
-  T* row() {
+  // Whether whole steps are to be stored past the caches: so large a result has left the fast ones before it is read,
+  // and a line that is only written need not be read first.
+  bool streams() const { return streams_; }
+  bool in_place() const { return out_.data == nullptr || !(strided_ || converts_); }
+
+  // Null where nothing is wanted.
+  AK_SIMD T* row() {
+    if (out_.data == nullptr) return nullptr;
     data_ = static_cast<char*>(out_.data) + cursor_.offset() * size_;
+    return in_place() ? reinterpret_cast<T*>(data_) : elsewhere();
+  }
+
+  AK_SIMD void done() {
+    if (out_.data == nullptr) return;
+    ++row_;
+    cursor_.next();
+    if (!in_place()) move();
+  }
+
+ private:
+  AK_NOINLINE T* elsewhere() {
     if (strided_) {
       if (row_ == block_end_) start_block();
       data_ = packed_ + (row_ - block_begin_) * stride_ * size_;
     }
     return converts_ ? converted_ : reinterpret_cast<T*>(data_);
   }
-
-  void done() {
+  AK_NOINLINE void move() {
     if constexpr (sizeof(T) >= 4) {
       if (converts_) {
         with_dtype(out_.dtype,
                    [&]<typename To>() { convert_elements(reinterpret_cast<To*>(data_), converted_, cols_); });
       }
     }
-    ++row_;
-    cursor_.next();
     if (strided_ && row_ == block_end_) {
       with_element_bits(out_.dtype, [&]<typename U>() {
         unpack_block(reinterpret_cast<const U*>(packed_), stride_, reinterpret_cast<U*>(block_data_), out_.col_stride,
@@ -361,8 +430,6 @@ class RowWriter {
       });
     }
   }
-
- private:
   void start_block() {
     int64_t rows = block_rows(cols_, size_);
     if (end_ - row_ < rows) rows = end_ - row_;
@@ -376,7 +443,7 @@ class RowWriter {
   int64_t cols_, size_;
   RowCursor cursor_;
   int64_t row_, end_, block_begin_ = -1, block_end_;
-  bool strided_, converts_;
+  bool strided_, converts_, streams_ = false;
   int64_t stride_ = 0;
   char* data_ = nullptr;
   char* block_data_ = nullptr;
@@ -391,6 +458,14 @@ C* load_vector(Scratch& scratch, const VectorIn& in, int64_t n, double offset, d
   C* out = scratch.allocate<C>(whole_steps(n));
   for (int64_t i = in.data == nullptr ? 0 : n; i < whole_steps(n); ++i) out[i] = C(absent);
   if (in.data == nullptr) return out;
+  const Vec<C> voffset = splat(C(offset));
+  if (in.stride == 1 && in.dtype == dtype_of<T>::value) {
+    for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
+      const Vec<C> v = load<C>(static_cast<const T*>(in.data) + i, step);
+      store_buffer(out + i, offset != 0 ? v + voffset : v);
+    });
+    return out;
+  }
   if (in.stride == 1) {
     with_dtype(in.dtype, [&]<typename From>() { convert_elements(out, static_cast<const From*>(in.data), n); });
   } else {

@@ -1,6 +1,6 @@
 // Thirty-two lanes of fp32 or fp64, whatever the machine has: two AVX-512 registers, four AVX2 ones, eight of the
 // baseline's (and twice as many for fp64). Every kernel is written in these lanes, every fma is explicit and every
-// reduction is a fixed tree over them, so the three builds return the same bits. (Which NaN comes out of fp32
+// reduction is a fixed tree over them, so all builds return the same bits. (Which NaN comes out of fp32
 // arithmetic is the one exception; a NaN rounded to 16 bits is 0x7fff everywhere.)
 //
 // Thirty-two, because that is how many bf16 fill one AVX-512 register: widened as its even elements (a shift) and its
@@ -13,6 +13,7 @@
 // everything lives in the ISA's own namespace, so that the linker cannot hand one build's inline function to another.
 #pragma once
 
+#define AK_NOINLINE __attribute__((noinline))
 #if AMPKERNELS_ISA_LEVEL > 128
 #define AK_SIMD inline __attribute__((always_inline))
 #define AK_LAMBDA __attribute__((always_inline))
@@ -322,6 +323,39 @@ AK_SIMD void store(bfloat16_t* p, f32x32 v, Some<bfloat16_t> some) {
   _mm512_mask_storeu_epi16(p, first_lanes(some), even_odd_bits(v.lo, v.hi));
 }
 #endif
+
+// The same, past the caches if `stream`, for which p must lie on a cache line and fence_streams() must follow in the
+// end.
+template <typename T, typename V>
+AK_SIMD void store(T* p, V v, All, bool stream) {
+#if AMPKERNELS_ISA_LEVEL == 512
+  if (stream) {
+    alignas(64) T line[kLanes];  // stays in registers: it is loaded by the pieces that are stored
+    store(line, v, All{});
+    if constexpr (sizeof(T) == 2 && !kEvenOdd<T>) {
+      for (int i = 0; i < 2; ++i) {
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(p) + i, reinterpret_cast<const __m256i*>(line)[i]);
+      }
+    } else {
+      for (size_t i = 0; i < sizeof(line) / 64; ++i) {
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(p) + i, reinterpret_cast<const __m512i*>(line)[i]);
+      }
+    }
+    return;
+  }
+#endif
+  store(p, v, All{});
+}
+template <typename T, typename V>
+AK_SIMD void store(T* p, V v, Some<T> some, bool) {
+  store(p, v, some);
+}
+constexpr bool kStreams = AMPKERNELS_ISA_LEVEL == 512;
+AK_SIMD void fence_streams() {
+#if AMPKERNELS_ISA_LEVEL == 512
+  _mm_sfence();
+#endif
+}
 
 // A step of a bool mask over a row of T: v where it is true, other elsewhere.
 template <typename V>

@@ -30,7 +30,7 @@ AK_SIMD compute_t<T> extreme(int64_t n, compute_t<T> scale, F x) {
 // extreme's; e: a buffer. The largest is subtracted before the scale multiplies, so that its own exponent is 0 however
 // large it is.
 template <typename T, typename C, typename F>
-AK_SIMD void softmax_row(F x, C largest, C scale, bool log, C* e, T* y, int64_t n) {
+AK_SIMD void softmax_row(F x, C largest, C scale, bool log, C* e, T* y, int64_t n, bool stream) {
   const Vec<C> vlargest = splat(largest), vscale = splat(scale);
   const auto logit = [&](int64_t i, auto step) AK_LAMBDA { return (x(i, step) - vlargest) * vscale; };
   if (log) {
@@ -39,8 +39,8 @@ AK_SIMD void softmax_row(F x, C largest, C scale, bool log, C* e, T* y, int64_t 
                        }).a;
     const Vec<C> log_sum = splat(C(__builtin_log(sum)));
     for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
-      prefetch_write(y + i, n);
-      store(y + i, logit(i, step) - log_sum, step);
+      if (!stream) prefetch_write(y + i, n);
+      store(y + i, logit(i, step) - log_sum, step, stream);
     });
   } else {
     // A 16-bit row's in base 2, which spares exp its own multiplication: the factor's rounding is nothing beside
@@ -55,30 +55,30 @@ AK_SIMD void softmax_row(F x, C largest, C scale, bool log, C* e, T* y, int64_t 
                          }
                          v = keep(v, step, splat(C(0)));
                          store_buffer(e + i, v);
-                         prefetch_write(y + i, n);
+                         if (!stream) prefetch_write(y + i, n);
                          s.a = s.a + v;
                        }).a;
     const Vec<C> inverse = splat(C(1.0 / sum));
-    for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA { store(y + i, load_buffer(e + i) * inverse, step); });
+    for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA { store(y + i, load_buffer(e + i) * inverse, step, stream); });
   }
 }
 
 template <typename T, typename C>
-void plain_row(const T* x, C scale, bool log, C* e, T* y, int64_t n) {
+void plain_row(const T* x, C scale, bool log, C* e, T* y, int64_t n, bool stream) {
   const auto load_x = [&](int64_t i, auto step) AK_LAMBDA { return load<C>(x + i, step); };
   const auto load_again = [&](int64_t i, auto step) AK_LAMBDA {
     prefetch_read(x + i, n);
     return load<C>(x + i, step);
   };
-  softmax_row<T>(load_again, extreme<T>(n, scale, load_x), scale, log, e, y, n);
+  softmax_row<T>(load_again, extreme<T>(n, scale, load_x), scale, log, e, y, n, stream);
 }
 
 // The logits, scaled and masked, lie in z, a buffer in row order, which serves as e too.
 template <typename T, typename C>
-void masked_row(C* z, bool log, T* y, int64_t n) {
+void masked_row(C* z, bool log, T* y, int64_t n, bool stream) {
   const auto load_z = [&](int64_t i, auto) AK_LAMBDA { return load_buffer(z + i); };
   const C largest = extreme<T>(n, C(1), load_z);
-  if (largest != C(-INFINITY)) return softmax_row<T>(load_z, largest, C(1), log, z, y, n);
+  if (largest != C(-INFINITY)) return softmax_row<T>(load_z, largest, C(1), log, z, y, n, stream);
   // Nothing kept, unless what is kept is NaN.
   const double nan = reduce<T, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA {
                        const Vec<C> v = load_buffer(z + i), zero = splat(C(0));
@@ -117,7 +117,7 @@ void softmax_fwd_typed(const SoftmaxFwdParams& p, int64_t begin, int64_t end) {
     T* y = y_rows.row();
     const int64_t n = causal_columns(p.causal, row, p.q_len, p.cols);
     if (!masked) {
-      plain_row(x, scale, p.log, e, y, n);
+      plain_row(x, scale, p.log, e, y, n, y_rows.streams());
     } else {
       if (bool_mask) {
         const uint8_t* mask = bool_rows.row();
@@ -137,7 +137,7 @@ void softmax_fwd_typed(const SoftmaxFwdParams& p, int64_t begin, int64_t end) {
           store_buffer(e + i, fma(load<C>(x + i, step), vscale, load_buffer(ordered + i)));
         });
       }
-      masked_row(e, p.log, y, n);
+      masked_row(e, p.log, y, n, y_rows.streams());
     }
     if (n < p.cols) fill_row(y, n, p.cols, p.log ? C(-INFINITY) : C(0));
     y_rows.done();
@@ -149,55 +149,69 @@ void softmax_fwd_rows(const SoftmaxFwdParams& p, int64_t begin, int64_t end) {
                 [&]<typename T>() { softmax_fwd_typed<T>(p, begin, end); });
 }
 
-template <typename T, typename C>
-void softmax_bwd_row(const T* y, const T* dy, C scale, bool log, T* dx, int64_t n) {
-  const Vec<C> vscale = splat(scale);
-  if (log) {
-    const double sum =
-        reduce<T, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA { s.a = s.a + load<C>(dy + i, step); }).a;
-    const Vec<C> negated = splat(C(-sum));
-    for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
-      prefetch_read(y + i, n);
-      prefetch_read(dy + i, n);
-      prefetch_write(dx + i, n);
-      const Vec<C> v = fma(exp_nonpositive(load<C>(y + i, step)), negated, load<C>(dy + i, step));
-      store(dx + i, v * vscale, step);
-    });
-  } else {
-    const double dot = reduce<T, 1>(n, [&](auto& s, int64_t i, auto step) AK_LAMBDA {
-                         s.a = fma(load<C>(y + i, step), load<C>(dy + i, step), s.a);
-                       }).a;
-    const Vec<C> negated = splat(C(-dot) * scale);
-    for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
-      prefetch_read(y + i, n);
-      prefetch_read(dy + i, n);
-      prefetch_write(dx + i, n);
-      store(dx + i, load<C>(y + i, step) * fma(load<C>(dy + i, step), vscale, negated), step);
-    });
-  }
-}
-
 template <typename T>
-void softmax_bwd_typed(const SoftmaxBwdParams& p, int64_t begin, int64_t end) {
+class SoftmaxBwd {
+ public:
   using C = compute_t<T>;
-  RowReader<T> y_rows(p.y, p.cols, begin, end);
-  RowReader<T> dy_rows(p.dy, p.cols, begin, end);
-  RowWriter<T> dx_rows(p.dx, p.cols, begin, end);
-  for (int64_t row = begin; row < end; ++row) {
-    const T* y = y_rows.row();
-    const T* dy = dy_rows.row();
-    T* dx = dx_rows.row();
-    const int64_t n = causal_columns(p.causal, row, p.q_len, p.cols);
-    softmax_bwd_row(y, dy, C(p.scale), p.log, dx, n);
-    fill_row(dx, n, p.cols, C(0));
-    dx_rows.done();
+
+  SoftmaxBwd(const SoftmaxBwdParams& p, int64_t begin, int64_t end)
+      : p_(p),
+        y_rows_(p.y, p.cols, begin, end),
+        dy_rows_(p.dy, p.cols, begin, end),
+        dx_rows_(p.dx, p.cols, begin, end) {}
+
+  void run(int64_t row, int64_t end) {
+    if (p_.cols <= kGroupCols && y_rows_.in_place() && dy_rows_.in_place() && dx_rows_.in_place()) {
+      for (; row + kGroup <= end; row += kGroup) take<kGroup>(row);
+    }
+    for (; row < end; ++row) take<1>(row);
   }
-}
+
+ private:
+  template <int R>
+  void take(int64_t row) {
+    const T *y[R], *dy[R];
+    T* dx[R];
+    double sum[R];
+    for (int r = 0; r < R; ++r) {
+      if (r > 0) dx_rows_.done();
+      y[r] = y_rows_.row();
+      dy[r] = dy_rows_.row();
+      dx[r] = dx_rows_.row();
+      sum[r] = reduce<T, 1>(columns(row + r), [&](auto& s, int64_t i, auto step) AK_LAMBDA {
+                 prefetch_half<0>(y[r], i, p_.cols, R);
+                 prefetch_half<0>(dy[r], i, p_.cols, R);
+                 const Vec<C> v = load<C>(dy[r] + i, step);
+                 s.a = p_.log ? s.a + v : fma(load<C>(y[r] + i, step), v, s.a);
+               }).a;
+    }
+    const bool stream = dx_rows_.streams();
+    const Vec<C> scale = splat(C(p_.scale));
+    for (int r = 0; r < R; ++r) {
+      const Vec<C> negated = splat(p_.log ? C(-sum[r]) : C(-sum[r]) * C(p_.scale));
+      for_steps<T>(columns(row + r), [&](int64_t i, auto step) AK_LAMBDA {
+        prefetch_half<1>(y[r], i, p_.cols, R);
+        prefetch_half<1>(dy[r], i, p_.cols, R);
+        if (!stream) prefetch_write(dx[r] + i, R * p_.cols);
+        const Vec<C> v = load<C>(y[r] + i, step), dv = load<C>(dy[r] + i, step);
+        store(dx[r] + i, p_.log ? fma(exp_nonpositive(v), negated, dv) * scale : v * fma(dv, scale, negated), step,
+              stream);
+      });
+      fill_row(dx[r], columns(row + r), p_.cols, C(0));
+    }
+    dx_rows_.done();
+  }
+  int64_t columns(int64_t row) const { return causal_columns(p_.causal, row, p_.q_len, p_.cols); }
+
+  const SoftmaxBwdParams& p_;
+  RowReader<T> y_rows_, dy_rows_;
+  RowWriter<T> dx_rows_;
+};
 
 void softmax_bwd_rows(const SoftmaxBwdParams& p, int64_t begin, int64_t end) {
   const bool fp64 = p.y.dtype == DType::kFloat64 || p.dy.dtype == DType::kFloat64;
   with_row_type(fp64, p.y.dtype, p.y.dtype == p.dy.dtype && p.y.dtype == p.dx.dtype,
-                [&]<typename T>() { softmax_bwd_typed<T>(p, begin, end); });
+                [&]<typename T>() { SoftmaxBwd<T>(p, begin, end).run(begin, end); });
 }
 
 }  // namespace ampkernels::cpu::AMPKERNELS_ISA
