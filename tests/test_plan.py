@@ -61,11 +61,15 @@ def test_few_rows_have_the_tree_of_one(chunk, epilogue):
     """The split of K and the rows of B to a CTA depend on the weight alone; the ring fits, and has two stages or more."""
     for n, k in SMALL_SHAPES:
         plans = [plan.gemm_small_plan_dict(m, n, k, chunk=chunk, epilogue=epilogue) for m in range(1, 65)]
-        assert len({(p["tile"][1:], p["cluster"], p["split_len"]) for p in plans}) == 1
+        assert len({(p["tile"][1:], p["cluster"], p["warps"], p["split_len"]) for p in plans}) == 1
         for p in plans:
             rows_a, rows_b, tile_k = p["tile"]
-            exchange = rows_b * 256 if p["cluster"] > 1 else 0
-            assert p["stages"] >= 2 and 1024 + p["stages"] * (rows_a + rows_b) * tile_k * 2 + exchange <= 232448
+            teams = 2 if p["warps"] == 14 else 1
+            sources = p["cluster"] * teams
+            pieces = sources * max(-(-rows_a // 16) // p["cluster"], 1) * rows_b * 64 if sources > 1 else 0
+            assert p["warps"] == 5 * teams + 4 * (sources > 1) and (chunk > 0 or teams == 1)
+            assert p["stages"] >= 2 * teams and p["stages"] % teams == 0
+            assert 1024 + p["stages"] * (rows_a + rows_b) * tile_k * 2 + pieces <= 232448
             assert p["cluster"] * p["split_len"] >= k or chunk > 0
             assert chunk == 0 or p["split_len"] in (chunk, -(-k // 64) * 64)
 
@@ -74,7 +78,9 @@ def test_the_tiles_of_few_rows_are_one_wave():
     assert plan.gemm_plan_dict(16, 28672, 4096)["kernel"] == "sm80"
     assert plan.gemm_plan_dict(17, 28672, 4096)["kernel"] == "small"
     assert plan.gemm_plan_dict(16, 4096, 14336, chunk=512)["kernel"] == "small"
-    assert plan.gemm_plan_dict(16, 4096, 14336, chunk=128)["kernel"] == "sm80"
+    assert plan.gemm_plan_dict(16, 4096, 14336, chunk=128)["kernel"] == "small"
+    assert plan.gemm_small_plan_dict(16, 4096, 14336)["warps"] == 9  # one team and the adders of a cluster
+    assert plan.gemm_small_plan_dict(16, 4096, 14336, chunk=128)["warps"] == 14  # two teams take chunks in turn
     for n, k in [(14336, 4096), (4096, 14336), (4096, 4096), (6144, 4096), (12288, 3072), (28672, 4096)]:
         p = plan.gemm_small_plan_dict(1, n, k)
         assert 0.7 * 132 <= -(-n // p["tile"][1]) * p["cluster"] <= 2 * 132

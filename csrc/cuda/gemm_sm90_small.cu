@@ -19,21 +19,25 @@ struct Instance {
   std::atomic<bool>* configured;  // its shared memory limit is set, by device
 };
 
-template <typename T, int kRows>
+template <typename T, int kRows, int kTeams, bool kAdders>
 Instance instance() {
   static std::atomic<bool> configured[kDevices];
-  return {reinterpret_cast<const void*>(&gemm_sm90_small_kernel<T, kRows>), configured};
+  return {reinterpret_cast<const void*>(&gemm_sm90_small_kernel<T, kRows, kTeams, kAdders>), configured};
 }
 
+// Those that the plan asks for: 128 rows are for a B that fills the device without a split of k.
 template <typename T>
-Instance instance_of(int rows) {
-  switch (rows) {
-    case 32:
-      return instance<T, 32>();
-    case 64:
-      return instance<T, 64>();
-    case 128:
-      return instance<T, 128>();
+Instance instance_of(const GemmSmallPlan& plan) {
+  if (plan.teams == 2) {
+    if (plan.rows == 32) return instance<T, 32, 2, true>();
+    if (plan.rows == 64) return instance<T, 64, 2, true>();
+  } else if (plan.ranks > 1) {
+    if (plan.rows == 32) return instance<T, 32, 1, true>();
+    if (plan.rows == 64) return instance<T, 64, 1, true>();
+  } else {
+    if (plan.rows == 32) return instance<T, 32, 1, false>();
+    if (plan.rows == 64) return instance<T, 64, 1, false>();
+    if (plan.rows == 128) return instance<T, 128, 1, false>();
   }
   return {};
 }
@@ -65,8 +69,8 @@ Status launch_gemm_sm90_small(const GemmParams& p, cudaStream_t stream) {
   const int device = device_of_this_thread();
   const GemmSmallPlan plan = plan_gemm_small(p, multiprocessors(device));
   const bool half = p.dtype == DType::kFloat16, gated = p.kind == EpilogueKind::kGated;
-  const Instance kernel = half ? instance_of<half_t>(plan.rows) : instance_of<bfloat16_t>(plan.rows);
-  if (kernel.function == nullptr) return {"gemm: no kernel for this many rows of B"};
+  const Instance kernel = half ? instance_of<half_t>(plan) : instance_of<bfloat16_t>(plan);
+  if (kernel.function == nullptr) return {"gemm: no kernel for this plan of few rows"};
   if (const cudaError_t error = configure(kernel, device); error != cudaSuccess) {
     return {"gemm: setting the shared memory limit failed", int(error)};
   }
@@ -77,10 +81,12 @@ Status launch_gemm_sm90_small(const GemmParams& p, cudaStream_t stream) {
   args.n_out = int32_t(gated ? p.n / 2 : p.n);
   args.x_rows = plan.x_rows;
   args.ranks = plan.ranks;
+  args.sources = plan.ranks * plan.teams;
   args.boxes = plan.boxes;
   args.stages = plan.stages;
   args.stage_bytes = plan.boxes * (plan.x_rows + plan.rows) * 128;
   args.prefetch = plan.prefetch;
+  args.held = plan.held();
   args.k_blocks = int32_t((p.k + 63) / 64);
   args.chunk_blocks = int32_t(plan.chunk_blocks);
   args.chunks = (args.k_blocks + args.chunk_blocks - 1) / args.chunk_blocks;
@@ -90,18 +96,21 @@ Status launch_gemm_sm90_small(const GemmParams& p, cudaStream_t stream) {
     return {"gemm: encoding a tensor map failed"};
   }
 
-  // The ring, which also holds the sums on their way out; the last box of A with the 64 rows that WGMMA reads; then
-  // what the ranks send each other.
-  const int ring = args.stages * args.stage_bytes,
-            last_x = ring - args.stage_bytes + (args.boxes - 1) * args.x_rows * 128;
-  args.exchange_offset = kSmallBarrierBytes + std::max({ring, last_x + 64 * 128, 64 * (plan.rows + 8) * 4});
-  const int smem = args.exchange_offset + (plan.ranks > 1 ? plan.rows * 256 : 0);
-  if (smem > kSmallSmem || args.stages < 2 || args.stages > kSmallMaxStages) return {"gemm: a ring that does not fit"};
+  // The rings, of which a single team's also holds the sums on their way out; the last box of A with the 64 rows that
+  // WGMMA reads; then what the sources send.
+  const bool adders = args.sources > 1;
+  const int rings = plan.teams * args.stages * args.stage_bytes,
+            last_x = rings - args.stage_bytes + (args.boxes - 1) * args.x_rows * 128;
+  args.pieces_offset = kSmallBarrierBytes + std::max({rings, last_x + 64 * 128, adders ? 0 : 64 * (plan.rows + 8) * 4});
+  const int smem = args.pieces_offset + plan.piece_bytes();
+  if (smem > kSmallSmem || args.stages < 2 || plan.teams * args.stages > kSmallMaxStages) {
+    return {"gemm: a ring that does not fit"};
+  }
 
   const int64_t columns = gated ? plan.rows / 2 : plan.rows;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(unsigned((args.n_out + columns - 1) / columns * plan.ranks));
-  config.blockDim = dim3(kSmallThreads);
+  config.blockDim = dim3(unsigned(small_threads(plan.teams, adders)));
   config.dynamicSmemBytes = size_t(smem);
   config.stream = stream;
   cudaLaunchAttribute attributes[2];

@@ -15,19 +15,27 @@ Status launch_gemm_sm90_small(const GemmParams& p, cudaStream_t stream);
 
 namespace sm90 {
 
-inline constexpr int kSmallThreads = 160;
+constexpr int small_threads(int teams, bool adders) {
+  return teams * 160 + (adders ? 128 : 0);
+}
+// On an SM, by registers: one for this kernel and one for the next that starts beside it.
+constexpr int small_ctas(int rows, int teams) {
+  return teams == 1 || rows <= 64 ? 2 : 1;
+}
 
 struct SmallArgs {
   CUtensorMap x, w;
   GemmParams p;
   int32_t n_out;
   bool gated;
-  int32_t x_rows;  // of A that a box holds
-  int32_t ranks;
-  int32_t boxes;  // of 64 k to a stage
-  int32_t stages, stage_bytes;
-  int32_t prefetch;  // boxes of B that are brought into L2 before the kernel before has ended
-  int32_t exchange_offset;
+  int32_t x_rows;          // of A that a box holds
+  int32_t ranks, sources;  // ranks times teams
+  int32_t boxes;           // of 64 k to a stage
+  int32_t stages;          // of a team's ring
+  int32_t stage_bytes;
+  int32_t prefetch;  // boxes of B that a team brings into L2 before the kernel before has ended
+  int32_t held;      // a rank's fragments of 16 rows of A
+  int32_t pieces_offset;
   int32_t k_blocks, chunk_blocks, chunks;
 };
 

@@ -186,6 +186,9 @@ __device__ __forceinline__ void store_shared(uint32_t smem, float v) {
 __device__ __forceinline__ void store_shared_pair(uint32_t smem, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(smem), "f"(a), "f"(b) : "memory");
 }
+__device__ __forceinline__ void store_shared_quad(uint32_t smem, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
 __device__ __forceinline__ float4 load_shared_quad(uint32_t smem) {
   float4 v;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"

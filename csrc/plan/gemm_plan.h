@@ -93,11 +93,9 @@ inline bool gemm_operand_aligned(const GemmOperand& x, int64_t outer, int64_t k,
 }
 
 // Whether the kernel for few rows (gemm_sm90_small.cuh), where it supports the problem, is taken. It has not been timed
-// on a B of more than one wave of its tiles (docs/gemm.md, Few rows). The CTAs of a cluster hand every chunk on: with
-// 112 chunks (K = 14336, chunk 128) that takes 2.5 times as long as with 28 (benchmarks/results/h200/linear.csv).
+// on a B of more than one wave of its tiles (docs/gemm.md, Few rows).
 inline bool gemm_prefers_small(const GemmProblem& p) {
-  const bool few_chunks = p.accumulate.chunk == 0 || p.k <= 32 * p.accumulate.chunk;
-  return p.arch == 90 && p.m <= 64 && few_chunks && (p.m > 16 || p.n <= int64_t(128) * p.sms);
+  return p.arch == 90 && p.m <= 64 && (p.m > 16 || p.n <= int64_t(128) * p.sms);
 }
 
 // Whether the WGMMA kernel of gemm_sm90.cuh, where it supports the problem, is the faster one. Its tiles have 64 rows

@@ -52,8 +52,8 @@ ak::GemmPlan small_plan_of(const ak::GemmProblem& p) {
   ak::GemmPlan plan;
   plan.kernel = "small";
   plan.tile_m = small.x_rows, plan.tile_n = small.rows, plan.tile_k = 64 * small.boxes;
-  plan.stages = small.stages;
-  plan.warps = 5;
+  plan.stages = small.teams * small.stages;
+  plan.warps = 5 * small.teams + (small.ranks * small.teams > 1 ? 4 : 0);
   plan.cluster = small.ranks;
   plan.split_len = 64 * small.chunk_blocks;
   plan.reason = small.ranks > 1 ? "m <= 64: bound by reading B; the cluster splits K" : "m <= 64: bound by reading B";
