@@ -25,12 +25,13 @@ Instance instance() {
   return {reinterpret_cast<const void*>(&gemm_sm90_small_kernel<T, kRows, kTeams, kAdders>), configured};
 }
 
-// Those that the plan asks for: 128 rows are for a B that fills the device without a split of k.
+// Those that the plan asks for: 112 and 128 rows are for a B that fills the device without a split of k.
 template <typename T>
 Instance instance_of(const GemmSmallPlan& plan) {
   if (plan.teams == 2) {
     if (plan.rows == 32) return instance<T, 32, 2, true>();
     if (plan.rows == 64) return instance<T, 64, 2, true>();
+    if (plan.rows == 112) return instance<T, 112, 2, true>();
   } else if (plan.ranks > 1) {
     if (plan.rows == 32) return instance<T, 32, 1, true>();
     if (plan.rows == 64) return instance<T, 64, 1, true>();

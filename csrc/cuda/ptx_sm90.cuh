@@ -254,6 +254,7 @@ inline constexpr uint64_t kWgmmaDescriptorStepK16 = (kMnMajor ? 2048 : 32) >> 4;
 #define AK_LIST16 AK_S16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
 #define AK_LIST32 AK_LIST16 "," AK_S16(16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31)
 #define AK_LIST48 AK_LIST32 "," AK_S16(32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47)
+#define AK_LIST56 AK_LIST48 ",%48,%49,%50,%51,%52,%53,%54,%55"
 #define AK_LIST64 AK_LIST48 "," AK_S16(48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63)
 #define AK_LIST80 AK_LIST64 "," AK_S16(64, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75, 76, 77, 78, 79)
 #define AK_LIST96 AK_LIST80 "," AK_S16(80, 81, 82, 83, 84, 85, 86, 87, 88, 89, 90, 91, 92, 93, 94, 95)
@@ -264,6 +265,7 @@ inline constexpr uint64_t kWgmmaDescriptorStepK16 = (kMnMajor ? 2048 : 32) >> 4;
 #define AK_D16(c, d, i) AK_D4(c, d, i), AK_D4(c, d, i + 4), AK_D4(c, d, i + 8), AK_D4(c, d, i + 12)
 #define AK_D32(c, d) AK_D16(c, d, 0), AK_D16(c, d, 16)
 #define AK_D48(c, d) AK_D32(c, d), AK_D16(c, d, 32)
+#define AK_D56(c, d) AK_D48(c, d), AK_D4(c, d, 48), AK_D4(c, d, 52)
 #define AK_D64(c, d) AK_D48(c, d), AK_D16(c, d, 48)
 #define AK_D96(c, d) AK_D64(c, d), AK_D16(c, d, 64), AK_D16(c, d, 80)
 #define AK_D128(c, d) AK_D96(c, d), AK_D16(c, d, 96), AK_D16(c, d, 112)
@@ -279,12 +281,14 @@ inline constexpr uint64_t kWgmmaDescriptorStepK16 = (kMnMajor ? 2048 : 32) >> 4;
 // d = a * b + (scale_d ? d : 0) over m64 nN k16, both operands from shared memory. fp32 accumulators.
 template <typename T, int kN, bool kMnMajorA, bool kMnMajorB>
 __device__ __forceinline__ void wgmma(float (&d)[kN / 2], uint64_t desc_a, uint64_t desc_b, uint32_t scale_d) {
-  static_assert(kN == 32 || kN == 64 || kN == 128 || kN == 192 || kN == 256);
+  static_assert(kN == 32 || kN == 64 || kN == 112 || kN == 128 || kN == 192 || kN == 256);
 #define AK_WGMMA_F32(TYPES)                                                      \
   if constexpr (kN == 32) {                                                      \
     AK_WGMMA(32, TYPES, AK_LIST16, 16, 17, 18, 19, 20, AK_D16("+f", d, 0));      \
   } else if constexpr (kN == 64) {                                               \
     AK_WGMMA(64, TYPES, AK_LIST32, 32, 33, 34, 35, 36, AK_D32("+f", d));         \
+  } else if constexpr (kN == 112) {                                              \
+    AK_WGMMA(112, TYPES, AK_LIST56, 56, 57, 58, 59, 60, AK_D56("+f", d));        \
   } else if constexpr (kN == 128) {                                              \
     AK_WGMMA(128, TYPES, AK_LIST64, 64, 65, 66, 67, 68, AK_D64("+f", d));        \
   } else if constexpr (kN == 192) {                                              \

@@ -21,7 +21,7 @@ inline constexpr int kSmallHalfSmem = 115712;    // of two CTAs on an SM
 inline constexpr int kSmallBarrierBytes = 1024;  // the barriers, and the ring stays on 1024 bytes
 
 struct GemmSmallPlan {
-  int rows = 64;             // of B to a CTA: 32, 64 or 128
+  int rows = 64;             // of B to a CTA: 32, 64, 112 or 128
   int ranks = 1;             // CTAs that split k: 1, 2 or 4
   int teams = 1;             // in a CTA that split its k: 1 or 2
   int x_rows = 64;           // of A that are loaded: 8, 16, 32 or 64
@@ -50,11 +50,14 @@ inline GemmSmallPlan plan_gemm_small(const GemmParams& p, int sms) {
   for (const int ranks : {1, 2, kSmallMaxRanks}) {
     const int64_t chunk = policy > 0 ? policy : ceil_div(k_blocks, ranks), chunks = ceil_div(k_blocks, chunk);
     if (chunks < ranks) continue;
-    for (const int rows : {128, 64, 32}) {
+    for (const int rows : {128, 112, 64, 32}) {
       // Fewer and larger CTAs than SMs were slow at times: they are for what 64 rows do not cover in one wave.
       if (rows == 128 && ceil_div(p.n, 64) <= 2 * int64_t(sms)) continue;
       const int64_t count = ceil_div(n_out, p.kind == EpilogueKind::kGated ? rows / 2 : rows) * ranks;
       const int64_t per_sm = ceil_div(count, sms);
+      // For what makes one CTA on nearly every SM (14336 rows on 132), where 64 rows make two on some. Without a policy
+      // they have not been timed.
+      if (rows == 112 && (policy == 0 || ranks > 1 || per_sm > 1 || count < sms * 9 / 10)) continue;
       // One wave where it can be: a cluster's CTAs run at the same time, and each starts with an empty ring.
       if (per_sm > 2 && (ranks > 1 || rows < 128)) continue;
       // Two CTAs on an SM cover each other's ends of chunks.
@@ -74,17 +77,17 @@ inline GemmSmallPlan plan_gemm_small(const GemmParams& p, int sms) {
 
   plan.x_rows = p.m <= 8 ? 8 : p.m <= 16 ? 16 : p.m <= 32 ? 32 : 64;
   // Two teams have twice as many stages of half the size.
-  plan.boxes = (plan.rows == 32 ? 4 : plan.rows == 64 ? 2 : 1) / plan.teams;
+  plan.boxes = std::max((plan.rows == 32 ? 4 : plan.rows == 64 ? 2 : 1) / plan.teams, 1);
   const int box = plan.rows * 128, stage = plan.boxes * (box + plan.x_rows * 128);
   // 64 to 96 KB of B on the way: less does not hide the latency, more was slower. In half of the shared memory, so that
-  // the next kernel can start beside this one, unless A takes too much of it.
+  // the next kernel can start beside this one, unless A takes too much of it, or the registers leave no room for it.
+  const int wanted = (98304 / plan.teams + plan.boxes * box - 1) / (plan.boxes * box);
   const auto stages = [&](int smem) {
-    return std::min({(smem - kSmallBarrierBytes - plan.piece_bytes()) / stage, 98304 / (plan.boxes * box),
-                     kSmallMaxStages}) /
-           plan.teams;
+    const int fit = (smem - kSmallBarrierBytes - plan.piece_bytes()) / (plan.teams * stage);
+    return std::min({fit, wanted, kSmallMaxStages / plan.teams});
   };
   const auto on_the_way = [&] { return plan.teams * plan.stages * plan.boxes * box; };
-  plan.stages = stages(kSmallHalfSmem);
+  plan.stages = stages(plan.rows == 112 ? kSmallSmem : kSmallHalfSmem);
   if (on_the_way() < 65536 && ctas <= sms && plan.ranks < 4) plan.stages = stages(kSmallSmem);
   plan.prefetch = plan.stages * plan.boxes / 2;
   return plan;
