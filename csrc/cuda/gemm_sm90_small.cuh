@@ -175,8 +175,9 @@ __device__ __forceinline__ void small_add(const SmallArgs& a, const SmallPlace& 
 template <typename T, int kRows, typename Finish>
 __device__ __forceinline__ void small_multiply(const SmallArgs& a, const SmallPlace& at, int team, int source,
                                                Finish&& finish) {
+  constexpr uint64_t kUpper = ptx::wgmma_descriptor<false>(0) >> 32 << 32;
   const int lane = threadIdx.x % 32;
-  const uint64_t step_x = a.x_rows * 128 >> 4;
+  const uint32_t step_x = a.x_rows * 128 >> 4;
   const uint32_t bytes_x = a.boxes * a.x_rows * 128;
   SmallRing ring(a, team, 0);
   int held = -1;
@@ -188,21 +189,21 @@ __device__ __forceinline__ void small_multiply(const SmallArgs& a, const SmallPl
   int round = 0;
   for (int chunk = source; chunk < a.chunks; chunk += a.sources, ++round) {
     const int begin = chunk * a.chunk_blocks, end = min(begin + a.chunk_blocks, a.k_blocks);
-    uint64_t x = 0, w = 0;
-    int left = 0;  // boxes of this stage
+    uint32_t x = 0, w = 0;  // descriptors, without the upper half, which is the same for all
+    int left = 0;           // boxes of this stage
     for (int kb = begin; kb < end; ++kb) {
       if (left == 0) {
         left = min(a.boxes, end - kb);
         ptx::mbarrier_wait(at.full(ring.slot), ring.phase);
         const uint32_t stage = at.ring() + ring.slot * a.stage_bytes;
-        x = ptx::wgmma_descriptor<false>(stage), w = ptx::wgmma_descriptor<false>(stage + bytes_x);
+        x = uint32_t(ptx::wgmma_descriptor<false>(stage)), w = uint32_t(ptx::wgmma_descriptor<false>(stage + bytes_x));
       }
       ptx::fence_registers(part);
       ptx::wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        ptx::wgmma<T, kRows, false, false>(part, x + k * ptx::kWgmmaDescriptorStepK16<false>,
-                                           w + k * ptx::kWgmmaDescriptorStepK16<false>, kb > begin || k > 0);
+        const uint32_t step = k * ptx::kWgmmaDescriptorStepK16<false>;
+        ptx::wgmma<T, kRows, false, false>(part, kUpper | (x + step), kUpper | (w + step), kb > begin || k > 0);
       }
       ptx::wgmma_commit();
       ptx::wgmma_wait<1>();

@@ -241,7 +241,7 @@ __device__ __forceinline__ void fence_registers(uint32_t (&r)[kCount]) {
 // apart; 16 k further is 32 bytes further. MN-major: rows of 64 m or n (128 bytes), one per k, groups of 8 k 1024 bytes
 // apart, blocks of 64 m or n 8192 bytes apart; 16 k further is 2048 bytes further.
 template <bool kMnMajor>
-__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem) {
+__device__ __forceinline__ constexpr uint64_t wgmma_descriptor(uint32_t smem) {
   constexpr uint64_t kLeading = kMnMajor ? 8192 : 16, kStride = 1024, kSwizzle128 = 1;
   return uint64_t((smem & 0x3ffff) >> 4) | ((kLeading >> 4) << 16) | ((kStride >> 4) << 32) | (kSwizzle128 << 62);
 }
