@@ -80,7 +80,8 @@ def test_the_tiles_of_few_rows_are_one_wave():
     assert plan.gemm_plan_dict(16, 4096, 14336, chunk=512)["kernel"] == "small"
     assert plan.gemm_plan_dict(16, 4096, 14336, chunk=128)["kernel"] == "small"
     assert plan.gemm_small_plan_dict(16, 4096, 14336)["warps"] == 9  # one team and the adders of a cluster
-    assert plan.gemm_small_plan_dict(16, 4096, 14336, chunk=128)["warps"] == 14  # two teams take chunks in turn
+    assert plan.gemm_small_plan_dict(16, 4096, 14336, chunk=512)["warps"] == 14  # two teams take chunks in turn
+    assert plan.gemm_small_plan_dict(16, 4096, 14336, chunk=128)["warps"] == 9  # one, where they are short
     assert plan.gemm_small_plan_dict(16, 14336, 4096, chunk=512)["tile"][1] == 112  # 128 CTAs on 132 SMs
     for n, k in [(14336, 4096), (4096, 14336), (4096, 4096), (6144, 4096), (12288, 3072), (28672, 4096)]:
         p = plan.gemm_small_plan_dict(1, n, k)

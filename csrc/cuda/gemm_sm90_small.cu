@@ -31,13 +31,13 @@ Instance instance_of(const GemmSmallPlan& plan) {
   if (plan.teams == 2) {
     if (plan.rows == 32) return instance<T, 32, 2, true>();
     if (plan.rows == 64) return instance<T, 64, 2, true>();
-    if (plan.rows == 112) return instance<T, 112, 2, true>();
   } else if (plan.ranks > 1) {
     if (plan.rows == 32) return instance<T, 32, 1, true>();
     if (plan.rows == 64) return instance<T, 64, 1, true>();
   } else {
     if (plan.rows == 32) return instance<T, 32, 1, false>();
     if (plan.rows == 64) return instance<T, 64, 1, false>();
+    if (plan.rows == 112) return instance<T, 112, 1, false>();
     if (plan.rows == 128) return instance<T, 128, 1, false>();
   }
   return {};

@@ -21,7 +21,7 @@ inline constexpr int kSmallHalfSmem = 115712;    // of two CTAs on an SM
 inline constexpr int kSmallBarrierBytes = 1024;  // the barriers, and the ring stays on 1024 bytes
 
 struct GemmSmallPlan {
-  int rows = 64;             // of B to a CTA: 32, 64, 112 or 128
+  int rows = 64;             // of B to a CTA: 32, 64, 112 or 128 (the last two by one team and without ranks)
   int ranks = 1;             // CTAs that split k: 1, 2 or 4
   int teams = 1;             // in a CTA that split its k: 1 or 2
   int x_rows = 64;           // of A that are loaded: 8, 16, 32 or 64
@@ -50,18 +50,16 @@ inline GemmSmallPlan plan_gemm_small(const GemmParams& p, int sms) {
   for (const int ranks : {1, 2, kSmallMaxRanks}) {
     const int64_t chunk = policy > 0 ? policy : ceil_div(k_blocks, ranks), chunks = ceil_div(k_blocks, chunk);
     if (chunks < ranks) continue;
-    for (const int rows : {128, 112, 64, 32}) {
+    for (const int rows : {128, 64, 32}) {
       // Fewer and larger CTAs than SMs were slow at times: they are for what 64 rows do not cover in one wave.
       if (rows == 128 && ceil_div(p.n, 64) <= 2 * int64_t(sms)) continue;
       const int64_t count = ceil_div(n_out, p.kind == EpilogueKind::kGated ? rows / 2 : rows) * ranks;
       const int64_t per_sm = ceil_div(count, sms);
-      // For what makes one CTA on nearly every SM (14336 rows on 132), where 64 rows make two on some. Without a policy
-      // they have not been timed.
-      if (rows == 112 && (policy == 0 || ranks > 1 || per_sm > 1 || count < sms * 9 / 10)) continue;
       // One wave where it can be: a cluster's CTAs run at the same time, and each starts with an empty ring.
       if (per_sm > 2 && (ranks > 1 || rows < 128)) continue;
-      // Two CTAs on an SM cover each other's ends of chunks.
-      const int teams = policy > 0 && per_sm == 1 && chunks >= 2 * ranks ? 2 : 1;
+      // Two CTAs on an SM cover each other's ends of chunks. Of chunks of 128, adding takes longer than multiplying: with
+      // one team 40 us at 4096x14336, with two 44 (and 33 and 32 for chunks of 512).
+      const int teams = policy >= 8 && per_sm == 1 && chunks >= 2 * ranks ? 2 : 1;
       const int64_t rounds = ceil_div(chunks, ranks * teams);
       const int64_t reading = per_sm * (rows + 16) * std::min(ceil_div(chunks, ranks) * chunk, k_blocks) * 128 / 17;
       const int64_t products = ceil_div(per_sm, 2) * (std::min(rounds * chunk, k_blocks) * 400 +
@@ -73,6 +71,14 @@ inline GemmSmallPlan plan_gemm_small(const GemmParams& p, int sms) {
       best = cost, ctas = count;
       plan.rows = rows, plan.ranks = ranks, plan.teams = teams, plan.chunk_blocks = chunk;
     }
+  }
+
+  // 112 rows where they make one CTA on nearly every SM (14336 rows on 132) and 64 rows two on some: 28.5 us for 30.9 at
+  // m = 1, 30.5 for 31.5 at 16, but 34.7 for 33.9 at 64. Eight stages leave no room for a CTA of the next kernel, which
+  // would upset the balance: with seven it took 32.2.
+  const int64_t count112 = ceil_div(n_out, p.kind == EpilogueKind::kGated ? 56 : 112);
+  if (plan.rows == 64 && plan.ranks == 1 && ctas > sms && count112 <= sms && count112 >= sms * 9 / 10 && p.m <= 32) {
+    plan.rows = 112, ctas = count112;
   }
 
   plan.x_rows = p.m <= 8 ? 8 : p.m <= 16 ? 16 : p.m <= 32 ? 32 : 64;
@@ -87,8 +93,8 @@ inline GemmSmallPlan plan_gemm_small(const GemmParams& p, int sms) {
     return std::min({fit, wanted, kSmallMaxStages / plan.teams});
   };
   const auto on_the_way = [&] { return plan.teams * plan.stages * plan.boxes * box; };
-  plan.stages = stages(plan.rows == 112 ? kSmallSmem : kSmallHalfSmem);
-  if (on_the_way() < 65536 && ctas <= sms && plan.ranks < 4) plan.stages = stages(kSmallSmem);
+  plan.stages = plan.rows == 112 ? 8 : stages(kSmallHalfSmem);
+  if (plan.rows != 112 && on_the_way() < 65536 && ctas <= sms && plan.ranks < 4) plan.stages = stages(kSmallSmem);
   plan.prefetch = plan.stages * plan.boxes / 2;
   return plan;
 }
