@@ -194,10 +194,9 @@ struct Turns {
 };
 
 // The products of blocks [0, blocks) of one chain, into `part`; the first one overwrites it. Returns with all of them
-// done. `last`: the tile's last chain.
+// done.
 template <class C, typename Part>
-__device__ __forceinline__ void multiply_chain(Ring<C>& ring, Turns<C>& turns, int group, int blocks, bool last,
-                                               Part& part) {
+__device__ __forceinline__ void multiply_chain(Ring<C>& ring, Turns<C>& turns, int group, int blocks, Part& part) {
   const auto fence_part = [](auto& r) {
     if constexpr (C::kChain == Chain::kFp16) {
       ptx::fence_registers(r);
@@ -219,7 +218,7 @@ __device__ __forceinline__ void multiply_chain(Ring<C>& ring, Turns<C>& turns, i
     ring.held = ring.stage;
     ring.advance();
   }
-  if (C::kPingpong && last) turns.hand_on();
+  if (C::kPingpong) turns.hand_on();
   ptx::wgmma_wait<0>();
   fence_part(part);
   ring.release_held();
@@ -230,14 +229,15 @@ template <class C>
 __device__ __forceinline__ void multiply(Ring<C>& ring, Turns<C>& turns, int group, int blocks, int chunk_blocks,
                                          Accumulators<C>& acc) {
   if constexpr (C::kChain == Chain::kFp32) {
-    multiply_chain<C>(ring, turns, group, blocks, true, acc.sum);
+    multiply_chain<C>(ring, turns, group, blocks, acc.sum);
   } else {
+    static_assert(!C::kPingpong);
     constexpr bool kHalf = C::kChain == Chain::kFp16;
     std::conditional_t<kHalf, uint32_t[C::kBlockN / 4], float[1][C::kAccumulators]> part;
 #pragma unroll
     for (int i = 0; i < C::kAccumulators; ++i) acc.sum[0][i] = 0.0f;
     for (int kb = 0; kb < blocks; kb += chunk_blocks) {
-      multiply_chain<C>(ring, turns, group, min(chunk_blocks, blocks - kb), kb + chunk_blocks >= blocks, part);
+      multiply_chain<C>(ring, turns, group, min(chunk_blocks, blocks - kb), part);
       if constexpr (kHalf) {
 #pragma unroll
         for (int i = 0; i < C::kBlockN / 4; ++i) {

@@ -69,7 +69,7 @@ struct Config {
   static constexpr int kSmemBytes = kOffsetSaved + (kActGrad ? kConsumers * 2 * 8 : 0);
 
   static_assert(kStages >= 3 && kSmemBytes <= kMaxSmem);
-  static_assert(kRowsPerGroup % 64 == 0 && kBlockN % 64 == 0 && kOutN % kPanel == 0);
+  static_assert(kBlockM % 64 == 0 && kBlockN % 64 == 0 && kOutN % kPanel == 0);
   static_assert(kChain == Chain::kFp32 || kFragments == 1, "the chunk's fragment has no registers beside two of them");
 };
 

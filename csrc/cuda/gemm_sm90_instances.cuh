@@ -71,24 +71,13 @@ Kernel90 find_fused_of(bool mn_major_a, bool mn_major_b, EpilogueKind kind, Tile
   }
 }
 
-// A chunk's fragment beside the sums leaves room for these tiles: 96 + 96 registers, or 128 + 64 of fp16 pairs.
+// A chunk's fragment beside the sums leaves room for one tile: 96 + 96 registers, or 128 + 64 of fp16 pairs.
 template <typename T, Chain kChain>
 Kernel90 find_chunked_of(bool mn_major_a, bool mn_major_b, EpilogueKind kind, TileSm90 tile) {
   constexpr TileSm90 kTile = kChain == Chain::kFp16 ? TileSm90::kCoop128x256 : TileSm90::kCoop128x192;
-  const bool linear = kind == EpilogueKind::kLinear;
-  if (tile == kTile) {
-    return linear ? linear_instance<T, kTile, kChain>(mn_major_a, mn_major_b)
-                  : fused_instance<T, kTile, kChain>(mn_major_a, mn_major_b, kind);
-  }
-  if constexpr (kChain == Chain::kFp32Chunked) {
-    if (tile == TileSm90::kPing64x192) {
-      if (!linear) return fused_instance<T, TileSm90::kPing64x192, kChain>(mn_major_a, mn_major_b, kind);
-      if (!mn_major_a && !mn_major_b) {
-        return instance<T, false, false, EpilogueKind::kLinear, TileSm90::kPing64x192, kChain>();
-      }
-    }
-  }
-  return {};
+  if (tile != kTile) return {};
+  if (kind == EpilogueKind::kLinear) return linear_instance<T, kTile, kChain>(mn_major_a, mn_major_b);
+  return fused_instance<T, kTile, kChain>(mn_major_a, mn_major_b, kind);
 }
 
 }  // namespace ampkernels::cuda::sm90

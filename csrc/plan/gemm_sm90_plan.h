@@ -12,14 +12,8 @@ namespace ampkernels {
 enum class Schedule : int32_t { kCooperative = 0, kPingpong = 1 };
 enum class Share : int32_t { kNone = 0, kA = 1, kB = 2 };  // the operand that a cluster of two loads once
 
-enum class TileSm90 : int32_t {
-  kCoop128x256 = 0,
-  kPing128x192 = 1,
-  kPing128x128 = 2,
-  kCoop128x192 = 3,
-  kPing64x192 = 4
-};
-inline constexpr int kTilesSm90 = 5;
+enum class TileSm90 : int32_t { kCoop128x256 = 0, kPing128x192 = 1, kPing128x128 = 2, kCoop128x192 = 3 };
+inline constexpr int kTilesSm90 = 4;
 
 struct TileShape {
   int m, n;
@@ -35,8 +29,6 @@ constexpr TileShape tile_shape(TileSm90 tile) {
       return {128, 128, Schedule::kPingpong};
     case TileSm90::kCoop128x192:
       return {128, 192, Schedule::kCooperative};
-    case TileSm90::kPing64x192:
-      return {64, 192, Schedule::kPingpong};
   }
   return {};
 }
@@ -49,8 +41,8 @@ struct GemmSm90Plan {
   int splits = 1;  // ranges of K; 1 from the planner, until the split has been run on a device
 };
 
-// What a tile reaches and what its epilogue costs, in cycles per element of the tile: docs/gemm.md, but for
-// kPing64x192, whose main loop is reckoned from its traffic with shared memory.
+// What a tile reaches and what its epilogue costs, in cycles per element of the tile: docs/gemm.md's tables, but for
+// the activations' costs, which are estimates until the present epilogue has been timed.
 struct TileCost {
   double reached;           // share of the tensor cores' peak in the main loop
   double plain, activated;  // epilogue of one warpgroup (ping-pong), or exposed (cooperative)
@@ -58,17 +50,12 @@ struct TileCost {
 constexpr TileCost tile_cost(TileSm90 tile) {
   switch (tile) {
     case TileSm90::kPing128x192:
-      return {0.90, 0.25, 0.9};
+      return {0.89, 0.35, 1.2};
     case TileSm90::kPing128x128:
-      return {0.80, 0.25, 0.73};
-    case TileSm90::kCoop128x256:
+      return {0.84, 0.35, 0.75};
+    default:
       return {0.885, 0.05, 0.22};
-    case TileSm90::kCoop128x192:
-      return {0.85, 0.1, 0.37};
-    case TileSm90::kPing64x192:
-      return {0.70, 0.25, 0.73};
   }
-  return {};
 }
 
 // Cycles of one tile.
@@ -93,28 +80,19 @@ inline GemmSm90Plan plan_gemm_sm90(const GemmParams& p, int sms) {
   };
   if (p.accumulate.dtype == DType::kFloat16) {
     plan.tile = TileSm90::kCoop128x256;
+  } else if (p.accumulate.chunk > 0) {
+    plan.tile = TileSm90::kCoop128x192;
   } else {
-    const bool chunked = p.accumulate.chunk > 0;
     const bool cheap = p.activation == Activation::kNone || p.activation == Activation::kRelu;
     const double activations = cheap ? 0 : gated ? 0.5 : 1;  // per element of the tile
-    const int64_t k_blocks = (p.k + 63) / 64;
     double best = 0;
-    const auto consider = [&](TileSm90 tile) {
+    const int64_t k_blocks = (p.k + 63) / 64;
+    for (const TileSm90 tile : {TileSm90::kPing128x192, TileSm90::kPing128x128, TileSm90::kCoop128x256}) {
       const int64_t waves = (tiles(tile) + sms - 1) / sms;
       const double cost = double(waves) * tile_cycles(tile, k_blocks, activations);
       if (best == 0 || cost < best) {
         best = cost;
         plan.tile = tile;
-      }
-    };
-    if (chunked) {
-      consider(TileSm90::kCoop128x192);
-      // Built where it can pay: an activation, in the operand orders that come with one.
-      const bool forward = p.a.stride_k == 1 && p.b.stride_k == 1;
-      if (!cheap && (p.kind != EpilogueKind::kLinear || forward)) consider(TileSm90::kPing64x192);
-    } else {
-      for (const TileSm90 tile : {TileSm90::kPing128x192, TileSm90::kPing128x128, TileSm90::kCoop128x256}) {
-        consider(tile);
       }
     }
   }
