@@ -58,31 +58,6 @@ def test_alignment_does_not_matter(device, op, dtype, length):
     assert torch.equal(ROW_OPS[op](gap[:, 3 : 3 + length].copy_(x)), y)
 
 
-@pytest.mark.parametrize("length, rows", [(136, 35001), (256, 33800), (4096, 2501), (16392, 601), (65536, 131)])
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=name)
-def test_rows_taken_in_turn(device, dtype, length, rows):
-    """On CUDA a team takes several of these rows, one after the other, and not all teams as many."""
-    rows = rows if device == "cuda" else 40
-    x = randn(rows, length, dtype=dtype, device=device)
-    x[3] *= 1e20 if dtype == torch.bfloat16 else 1.0  # its squares overflow
-    w, b = (t.to(dtype) for t in affine(x))
-    ops = {
-        "softmax": ak.softmax,
-        "log_softmax": ak.log_softmax,
-        "layer_norm": lambda x: ak.layer_norm(x, (length,), w, b),
-        "rms_norm": lambda x: ak.rms_norm(x, (length,), w),
-        "layer_norm_residual": lambda x: torch.cat(ak.layer_norm(x, (length,), w, b, residual=x)),
-        "rms_norm_residual": lambda x: torch.cat(ak.rms_norm(x, (length,), w, residual=x)),
-    }
-    moved = torch.empty(rows * length + 1, dtype=dtype, device=device)[1:].view(rows, length).copy_(x)
-    wide = torch.empty(rows, length + 8, dtype=dtype, device=device)[:, :length].copy_(x)
-    for op, f in ops.items():
-        y = f(x)
-        assert torch.equal(f(moved), y), op
-        assert torch.equal(f(wide), y), op
-        assert torch.equal(f(x[2:5])[:3], y[2:5]), op
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 def test_run_to_run(device, dtype):
     x = leaf(randn(777, 384, dtype=dtype, device=device))

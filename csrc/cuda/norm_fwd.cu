@@ -1,15 +1,15 @@
 // layer_norm and rms_norm forward: s = x + residual, then y = (s - mean) * rstd * weight + bias, or s * rstd * (weight
 // + offset); the sum, the mean and rstd as asked for.
 //
-// Layout. Resident tiers: the row of s in registers, in the compute type (rows_common.cuh); 16-bit rows on 16 bytes
-// with the next ones under way in shared memory (norm_fwd_ring). Streaming tier: one CTA per row, read once for the
-// mean, once for the deviations, once for the result. Statistics. Two passes over the row: the mean, then the
-// deviations from it and their squares. The mean of the deviations corrects the rounding of the first mean, so a row
-// whose mean is 10^4 times its deviation loses nothing. If a square overflows (|s| > 10^19 in fp32), the row is scaled
-// by a power of two, exactly, and its statistics are taken again. Synchronisation. One barrier (or cluster barrier) per
-// statistic. Rounding points. x + residual once; the sums (fp32, or fp64 for fp64 rows); 1 / sqrt; (s - mean), times
-// rstd, times weight, plus bias, each once; then y and sum once, to their dtypes.
-#include "norm_fwd_ring.cuh"
+// Layout. Resident tiers: the row of s in registers, in the compute type (rows_common.cuh); norm_fwd_aligned in
+// clusters: as it was stored. Streaming tier: one CTA per row, read once for the mean, once for the deviations, once
+// for the result. Statistics. Two passes over the row: the mean, then the deviations from it and their squares. The
+// mean of the deviations corrects the rounding of the first mean, so a row whose mean is 10^4 times its deviation loses
+// nothing. If a square overflows (|s| > 10^19 in fp32), the row is scaled by a power of two, exactly, and its
+// statistics are taken again. Synchronisation. One barrier (or cluster barrier) per statistic. Rounding points. x +
+// residual once; the sums (fp32, or fp64 for fp64 rows); 1 / sqrt; (s - mean), times rstd, times weight, plus bias,
+// each once; then y and sum once, to their dtypes.
+#include "norm_fwd_aligned.cuh"
 
 namespace ampkernels::cuda {
 namespace {
@@ -190,22 +190,24 @@ bool aligned(const NormFwdParams& p, int vector) {
          (!p.residual.data || (aligned_rows(p.residual) && aligned_rows(p.sum)));
 }
 
-// What norm_fwd_ring asks for beside plain() and aligned(): one dtype for all.
+// Where norm_fwd_aligned is taken: layer_norm, but with a residual in clusters only; rms_norm in warps and clusters,
+// without a residual (docs/rows.md, What set the numbers). `on_16`: what aligned() says.
 template <typename T>
-bool one_dtype(const NormFwdParams& p) {
-  const auto own = [](const auto& v) { return v.data && v.dtype == dtype_of<T>::value; };
-  return own(p.y) && own(p.weight) && (p.rms ? !p.bias.data : own(p.bias)) && (!p.residual.data || own(p.residual));
+bool takes_aligned(const NormFwdParams& p, RowsTier tier, bool on_16) {
+  const auto own = [](const VectorIn& v) { return v.data && v.dtype == dtype_of<T>::value; };
+  const bool parameters = own(p.weight) && (p.rms ? !p.bias.data : own(p.bias));
+  const bool tiers = p.residual.data ? !p.rms && tier == RowsTier::kCluster : !p.rms || tier != RowsTier::kCta;
+  return on_16 && sizeof(T) == 2 && p.y.dtype == dtype_of<T>::value && parameters && tiers;
 }
-template <typename T, TeamKind kTeam>
-auto ring_kernel_of(const NormFwdParams& p) {
-  if (p.residual.data) return p.rms ? norm_fwd_ring<T, true, true, kTeam> : norm_fwd_ring<T, false, true, kTeam>;
-  return p.rms ? norm_fwd_ring<T, true, false, kTeam> : norm_fwd_ring<T, false, false, kTeam>;
-}
-template <typename T>
-auto ring_kernel(const NormFwdParams& p, RowsTier tier) {
-  return tier == RowsTier::kCluster ? ring_kernel_of<T, TeamKind::kCluster>(p)
-         : tier == RowsTier::kCta   ? ring_kernel_of<T, TeamKind::kCta>(p)
-                                    : ring_kernel_of<T, TeamKind::kWarp>(p);
+template <typename T, bool kWhole>
+auto aligned_kernel(const NormFwdParams& p, RowsTier tier) {
+  if (tier == RowsTier::kCluster)
+    return p.residual.data ? norm_fwd_aligned<T, false, true, kWhole, TeamKind::kCluster>
+           : p.rms         ? norm_fwd_aligned<T, true, false, kWhole, TeamKind::kCluster>
+                           : norm_fwd_aligned<T, false, false, kWhole, TeamKind::kCluster>;
+  if (tier == RowsTier::kCta) return norm_fwd_aligned<T, false, false, kWhole, TeamKind::kCta>;
+  return p.rms ? norm_fwd_aligned<T, true, false, kWhole, TeamKind::kWarp>
+               : norm_fwd_aligned<T, false, false, kWhole, TeamKind::kWarp>;
 }
 
 template <typename T, typename O, bool kAligned>
@@ -236,17 +238,11 @@ Status launch_norm_fwd(const NormFwdParams& p, cudaStream_t stream) {
         // rows.
         if (plain<T>(p)) {
           const bool on_16 = aligned(p, plan.vector);
-          if constexpr (sizeof(T) == 2) {
-            const int operands = p.residual.data ? 2 : 1;
-            const int parameters =
-                norm_ring_parameters(p.rms, p.residual.data != nullptr, plan.tier == RowsTier::kCluster);
-            const int stages = rows_fwd_stages(operands, std::max(parameters, 1), device->arch);
-            if (on_16 && stages > 0 && one_dtype<T>(p)) {
-              const RingLaunch ring = ring_launch(plan, p.rows, p.cols, stages, operands, parameters);
-              return launch_rows(ring_kernel<T>(p, plan.tier), device->arch, ring.groups, plan.cta_threads(),
-                                 plan.cluster, ring.shared, stream, p, ring.shape);
+          if constexpr (sizeof(T) == 2)
+            if (takes_aligned<T>(p, plan.tier, on_16)) {
+              const bool whole = p.cols == int64_t(plan.cluster) * plan.lanes * plan.vectors_per_thread * plan.vector;
+              return launch(whole ? aligned_kernel<T, true>(p, plan.tier) : aligned_kernel<T, false>(p, plan.tier));
             }
-          }
           if (p.y.dtype == dtype_of<T>::value)
             return launch(on_16 ? plain_kernel<T, T, true>(p) : plain_kernel<T, T, false>(p));
           if constexpr (sizeof(T) == 2)

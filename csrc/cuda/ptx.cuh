@@ -58,13 +58,6 @@ __device__ __forceinline__ void st_shared_16(uint32_t dst, uint4 v) {
                : "memory");
 }
 
-__device__ __forceinline__ void ld_shared_16(uint32_t (&w)[4], uint32_t src) {
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
-               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-               : "r"(src)
-               : "memory");
-}
-
 // Four 8x8 matrices of 16-bit elements; lane 8j + l gives the address of row l of matrix j. kTrans transposes each.
 template <bool kTrans>
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {

@@ -24,7 +24,8 @@ struct TeamShape {
   int lanes;  // per CTA and row
   int rows_per_cta;
   int cluster;
-  double inverse;  // 1 / cols
+  double inverse;     // 1 / cols
+  uint32_t zero = 0;  // at run time only: see Vectors::forget
 };
 inline TeamShape team_shape(const RowsPlan& plan, int64_t cols) {
   return {plan.lanes, plan.rows_per_cta, plan.cluster, 1.0 / double(cols)};

@@ -100,12 +100,6 @@ struct Pack {
   }
 };
 
-template <typename D, int V, typename C>
-__device__ __forceinline__ void widen(const Pack<D, V>& pack, C (&v)[V]) {
-#pragma unroll
-  for (int e = 0; e < V; ++e) v[e] = to_compute<C>(pack.element(e));
-}
-
 // Drops the first kStep words of a[N] if `take`.
 template <int kStep, int N>
 __device__ __forceinline__ void drop_words(uint32_t (&a)[N], bool take) {
@@ -213,9 +207,19 @@ struct Vectors {
       load<kCache>(row, 1, first, step, limit);
   }
 
+  // Makes what was widened from the words before be widened again rather than kept, which would take twice the
+  // registers: no compiler knows that `zero` is 0.
+  __device__ __forceinline__ void forget(uint32_t zero) {
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+      for (int i = 0; i < P::kWords; ++i) pack[k].w[i] ^= zero;
+  }
+
   template <typename C>
   __device__ __forceinline__ void get(int k, C (&v)[V]) const {
-    widen(pack[k], v);
+#pragma unroll
+    for (int e = 0; e < V; ++e) v[e] = to_compute<C>(pack[k].element(e));
   }
 
  private:

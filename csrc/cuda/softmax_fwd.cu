@@ -1,8 +1,7 @@
 // softmax and log_softmax forward: y = e^(s - max) / sum(e^(s - max)), s = scale * x + mask, or s - max - log(sum).
 //
 // Layout. Resident tiers: a row's scores live in registers, in the compute type, 32 registers per thread
-// (rows_common.cuh deals the vectors); 16-bit rows on 16 bytes with the next ones under way in shared memory
-// (softmax_fwd_ring). Streaming tier: one CTA per row, online maximum and sum, then a second reading.
+// (rows_common.cuh deals the vectors). Streaming tier: one CTA per row, online maximum and sum, then a second reading.
 // Columns tier: softmax over a dimension that is not the last; a lane per row keeps the accesses coalesced, and the
 // warps of a CTA add as the lanes of a resident row do (Columns); rows of more than 16 such lanes are read three times.
 // Synchronisation. One barrier (or cluster barrier) for the maximum, one for the sum; columns: one a halving.
@@ -10,7 +9,6 @@
 // Rounding points. s once (one fma), s - max, e^, the sum (fp32, or fp64 for fp64 rows), 1 / sum and the product; then
 // y once, to its dtype.
 #include "rows_common.cuh"
-#include "rows_ring.cuh"
 
 namespace ampkernels::cuda {
 namespace {
@@ -227,79 +225,6 @@ __global__ void __launch_bounds__(kRowsCtaThreads, kAligned ? 2 : 1)
                                           });
 }
 
-// The same rows one after the other, of 16 bits and on 16 bytes, without a mask and not causal: rows_ring.cuh.
-template <typename T, bool kLog, TeamKind kTeam>
-__global__ void __launch_bounds__(kRowsCtaThreads, kRowsFwdThreads / kRowsCtaThreads)
-    softmax_fwd_ring(const __grid_constant__ SoftmaxFwdParams p, const __grid_constant__ RingShape shape) {
-  using C = float;
-  constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
-  Team<C, false, kTeam> team(shape.team);
-  const RingRows<kTeam> rows(shape, p.rows, team.slot);
-  const int first = team.first(K), step = team.lanes, vectors = int(p.cols) / V;
-  LaneRing<1, K, 0> ring(shape);
-  grid_launch_dependents();
-  grid_dependency_wait();
-  const auto fetch = [&](int i) {
-    if (i < rows.mine) {
-      const char* const x = aligned_row(p.x, rows.row(i), sizeof(T));
-#pragma unroll
-      for (int k = 0; k < K; ++k)
-        if (first + k * step < vectors) ring.copy(0, k, x + uint32_t(first + k * step) * 16u);
-    }
-    cp_async_commit();
-  };
-#pragma unroll 1
-  for (int i = 0; i < shape.stages; ++i) {
-    fetch(i);
-    ring.next_stage();
-  }
-
-#pragma unroll 1
-  for (int i = 0; i < rows.rounds; ++i) {
-    wait_for_row(shape.stages);
-    C s[K][V];
-#pragma unroll
-    for (int k = 0; k < K; ++k) widen(ring.template read<T, V>(0, k), s[k]);
-    fetch(i + shape.stages);
-    ring.next_stage();
-
-    if (p.scale != 1.0) {
-      const C scale = C(p.scale);
-#pragma unroll
-      for (int k = 0; k < K; ++k)
-#pragma unroll
-        for (int e = 0; e < V; ++e) s[k][e] *= scale;
-    }
-    if (first + (K - 1) * step >= vectors)
-#pragma unroll
-      for (int k = 0; k < K; ++k)
-#pragma unroll
-        for (int e = 0; e < V; ++e) s[k][e] = first + k * step < vectors ? s[k][e] : minus_infinity<C>();
-    C largest[1] = {minus_infinity<C>()};
-#pragma unroll
-    for (int k = 0; k < K; ++k) largest[0] = fmax(largest[0], tree(s[k], Max{}));
-    team.reduce(largest, Max{}, minus_infinity<C>());
-
-    C sum[1] = {exponential_sum(RowExp<C>(largest[0]), kLog, false, s)};
-    team.reduce(sum, Sum{}, C(0));
-    const C factor = kLog ? ::log(sum[0]) : C(1) / sum[0];
-    char* const y = aligned_row(p.y, rows.row(i), sizeof(T));
-    store_unit_stride<true, T, V, K, C>(y, first, step, i < rows.mine ? int(p.cols) : 0, team.lane,
-                                        [&](int k, C(&out)[V]) {
-#pragma unroll
-                                          for (int e = 0; e < V; ++e)
-                                            out[e] = kLog ? (s[k][e] - largest[0]) - factor : s[k][e] * factor;
-                                        });
-  }
-}
-
-template <typename T, bool kLog>
-auto ring_kernel(RowsTier tier) {
-  return tier == RowsTier::kCluster ? softmax_fwd_ring<T, kLog, TeamKind::kCluster>
-         : tier == RowsTier::kCta   ? softmax_fwd_ring<T, kLog, TeamKind::kCta>
-                                    : softmax_fwd_ring<T, kLog, TeamKind::kWarp>;
-}
-
 template <typename T, bool kMasked>
 __global__ void __launch_bounds__(kRowsCtaThreads, 1)
     softmax_fwd_resident(const __grid_constant__ SoftmaxFwdParams p, const TeamShape shape) {
@@ -444,14 +369,6 @@ Status launch_softmax_fwd(const SoftmaxFwdParams& p, cudaStream_t stream) {
           return launch_rows(kernel, device->arch, ctas, plan.cta_threads(), plan.cluster, scratch, stream, p, shape);
         };
         const bool on_16 = p.cols % plan.vector == 0 && aligned_rows(p.x) && aligned_rows(p.y);
-        if constexpr (sizeof(T) == 2) {
-          const int stages = rows_fwd_stages(1, 0, device->arch);
-          if (on_16 && !p.causal && stages > 0 && p.y.dtype == dtype_of<T>::value) {
-            const RingLaunch ring = ring_launch(plan, p.rows, p.cols, stages, 1, 0);
-            return launch_rows(p.log ? ring_kernel<T, true>(plan.tier) : ring_kernel<T, false>(plan.tier), device->arch,
-                               ring.groups, plan.cta_threads(), plan.cluster, ring.shared, stream, p, ring.shape);
-          }
-        }
         if (p.y.dtype == dtype_of<T>::value) {
           if (on_16) return launch(p.log ? softmax_fwd_plain<T, T, true, true> : softmax_fwd_plain<T, T, false, true>);
           return launch(p.log ? softmax_fwd_plain<T, T, true, false> : softmax_fwd_plain<T, T, false, false>);

@@ -1,6 +1,6 @@
 // The plan of a row kernel: how many lanes share a row, and how it is held. A pure function of the row (op, length,
-// dtypes, layout) and the architecture, never of the number of rows: everything in it shapes the order in which a row
-// is summed, so a row keeps its bits whatever stands beside it. No CUDA headers: tested on any machine, printed by
+// dtypes, layout) and the architecture, never of the number of rows: everything here shapes the order in which a row is
+// summed, so a row keeps its bits whatever stands beside it. No CUDA headers: tested on any machine, printed by
 // `explain`.
 #pragma once
 
@@ -55,7 +55,7 @@ struct RowsPlan {
   int lanes = 32;              // threads of one CTA that share a row (columns: that would, were the row contiguous)
   int rows_per_cta = 1;
   int cluster = 1;     // CTAs that share a row (columns: that would)
-  int stages = 0;      // norm backward: rows in flight per lane group (cp.async ring); forward: rows_fwd_stages
+  int stages = 0;      // norm backward: rows in flight per lane group (cp.async ring)
   int row_groups = 0;  // norm backward: partial sums of dweight and dbias, at most
   const char* reason = "";
 
@@ -85,33 +85,6 @@ constexpr int kRowsMaxCluster = 16;         // 8 is portable; 16 is allowed by o
 // arch: 80, 86, 90, ... Shared memory that one CTA may have, in bytes.
 constexpr int rows_max_shared(int arch) {
   return arch == 80 || arch == 87 ? 163 * 1024 : arch >= 90 && arch < 120 ? 227 * 1024 : 99 * 1024;
-}
-
-// CTAs (clusters) at work at once, one CTA on each SM of an H200; clusters as cudaOccupancyMaxActiveClusters says.
-constexpr int rows_groups_at_once(int cluster) {
-  return cluster == 1 ? 132 : cluster == 2 ? 66 : cluster == 4 ? 30 : cluster == 8 ? 15 : 7;
-}
-
-// The ring of the forward kernels of aligned 16-bit rows (csrc/cuda/rows_ring.cuh), none of which shapes a sum.
-constexpr int kRowsMaxStages = 3;
-constexpr int kRowsFwdThreads = 1024;  // of an SM: 64 registers each
-
-// Stages that all threads of an SM have room for, 64 bytes of each operand a stage, `kept` times 64 bytes beside them:
-// parameters, or L1 for them. 0: no ring.
-constexpr int rows_fwd_stages(int operands, int kept, int arch) {
-  const int room = rows_max_shared(arch) / (kRowsFwdThreads * 16 * kRowsVectorsPerThread);
-  const int stages = (room - kept) / operands;
-  return stages < 0 ? 0 : stages > kRowsMaxStages ? kRowsMaxStages : stages;
-}
-
-// Rows that a team takes in turn: enough that starting a CTA is nothing, and so few that CTAs which get on faster take
-// more of the work; the CTAs fill an H200 a whole number of times, or nearly.
-constexpr int kRowsFwdRounds = 8;
-inline int rows_fwd_rounds(const RowsPlan& plan, int64_t rows) {
-  const int64_t teams =
-      int64_t(rows_groups_at_once(plan.cluster)) * (kRowsFwdThreads / plan.cta_threads()) * plan.rows_per_cta;
-  const int64_t rounds = (rows + teams - 1) / teams, waves = (rounds + kRowsFwdRounds - 1) / kRowsFwdRounds;
-  return int((rounds + waves - 1) / waves);
 }
 
 // Shared memory of norm backward beside the ring: the reductions', per byte of the compute type: [phase][value][warp].
@@ -193,7 +166,13 @@ inline RowsPlan plan_rows(RowsOp op, int64_t cols, DType dtype, DType other, Row
     plan.reason = "adjacent rows: one lane per row keeps the accesses coalesced";
   }
   if (op == RowsOp::kNormBwd) {
-    plan.row_groups = rows_groups_at_once(plan.cluster);
+    // One CTA per SM of an H200, and as many clusters as it holds at once (cudaOccupancyMaxActiveClusters): 66, 30,
+    // 15, 7.
+    plan.row_groups = plan.cluster == 1   ? 132
+                      : plan.cluster == 2 ? 66
+                      : plan.cluster == 4 ? 30
+                      : plan.cluster == 8 ? 15
+                                          : 7;
     if (plan.tier == RowsTier::kStreaming) plan.row_groups = 16;
     plan.stages = 4;
     while (plan.stages > 1 &&
