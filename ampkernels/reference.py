@@ -289,7 +289,9 @@ def gated_linear_bound(
         u = UNIT_ROUNDOFF[compute_dtype(input.dtype)]
         act = _activation(gate, activation)
         slope = 2 * (gate.abs() + gate_error) if activation == "relu2" else _SLOPE[activation]
-        act_error = gate_error * slope + _inner_error(activation, gate, act, compute_dtype(input.dtype), out_dtype or input.dtype)
+        act_error = gate_error * slope + _inner_error(
+            activation, gate, act, compute_dtype(input.dtype), out_dtype or input.dtype
+        )
         error = act_error * (up.abs() + up_error) + act.abs() * up_error + u * (act * up).abs()
         return error + rounding((act * up).abs() + error, out_dtype or input.dtype)
 
