@@ -9,12 +9,11 @@ from pathlib import Path
 from benchmarks.ops import OPS, shape_name
 from benchmarks.plot import load
 from benchmarks.records import REPOSITORY, Row, csrc_digest, finite
-from benchmarks.suites import GROUPS
+from benchmarks.suites import QUICK, QUICK_CPU
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 README = REPOSITORY / "README.md"
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
-_MAIN_GROUPS = ("nine", "mlp", "rows", "cpu")
 _PLOTS = {
     "speedup-gemm.png": "Speed-up over eager, GEMMs",
     "speedup-rows.png": "Speed-up over eager, softmax and norms",
@@ -67,18 +66,21 @@ def write(folder: Path, readme: Path) -> list[str]:
 
 
 def _section(folder: Path, rows: Sequence[Row], relative_to: Path, folded: bool) -> tuple[str, list[str]]:
-    """One device: where it was measured, tables, plots; folded: the tables and plots behind a click."""
+    """One device: where it was measured, plots, tables, of which the quick set's shapes are in sight; folded: all of it
+    behind a click."""
     warnings = _stale(rows)
     lines = [f"### {' / '.join(sorted({r.gpu for r in rows if r.gpu})) or folder.name}", "", _conditions(rows)]
     lines += [f"\n> **{warning}**" for warning in warnings]
     if folded:
         lines += ["", "<details><summary>tables and plots</summary>"]
+    for name, title in _PLOTS.items():
+        if (folder / name).exists():
+            lines += ["", f"![{title}]({os.path.relpath(folder / name, relative_to)})"]
     main, others = _op_tables(rows)
     if main:
         lines += ["", *_HEADER, *main]
     if others:
-        summary = f"<details><summary>{len(others)} more points: decode and batch sweep, odd and small sizes</summary>"
-        lines += ["", summary, "", *_HEADER, *others, "", "</details>"]
+        lines += ["", f"<details><summary>{len(others)} more points</summary>", "", *_HEADER, *others, "", "</details>"]
     table = _model_table(rows)
     if table:
         lines += ["", *_MODEL_HEADER, *table]
@@ -89,9 +91,6 @@ def _section(folder: Path, rows: Sequence[Row], relative_to: Path, folded: bool)
         lines += ["", *_TRAIN_HEADER, *table]
     advice = [r for r in trained if r.provider == "recommended"]
     lines += [f"\nAfter {r.rounds} steps of training, the harness recommends {r.reason}." for r in advice[-1:]]
-    for name, title in _PLOTS.items():
-        if (folder / name).exists():
-            lines += ["", f"![{title}]({os.path.relpath(folder / name, relative_to)})"]
     if folded:
         lines += ["", "</details>"]
     return "\n".join(lines), warnings
@@ -135,7 +134,7 @@ def _fastest(rows: Iterable[Row]) -> Row | None:
 
 
 def _op_tables(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
-    """Lines of the main groups of shapes, and of the rest."""
+    """Lines of the quick set's shapes, and of the rest."""
     main: list[str] = []
     others: list[str] = []
     for (op, shape, direction, dtype), point in _points(rows).items():
@@ -150,7 +149,7 @@ def _op_tables(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
         else:
             against = f"{peer.median_us / ours.median_us:.2f}" if peer and peer.median_us else ""
             cells += [_ratio(ours.speedup), against, _ratio(ours.roof_share), _error(ours.rel_l2)]
-        foremost = any(shape == shape_name(s) for g in GROUPS[op] if g.name in _MAIN_GROUPS for s in g.shapes)
+        foremost = shape in map(shape_name, (*QUICK[op], *QUICK_CPU[op]))
         (main if foremost else others).append(f"| {' | '.join([*cells, _error(eager.rel_l2)])} |")
     return main, others
 

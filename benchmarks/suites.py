@@ -82,7 +82,7 @@ OTHER_SUITES = ("model", "train", "numerics")
 SUITES = (*OP_SUITES, *OTHER_SUITES)
 
 # The first of each comes first; the others only while the time limit has room for them.
-_QUICK: dict[str, tuple[Shape, ...]] = {
+QUICK: dict[str, tuple[Shape, ...]] = {
     "linear": ((8192, 8192, 8192), (16384, 3072, 768), (64, 14336, 4096)),
     "gated_linear": ((8192, 28672, 4096),),
     "mlp": ((8192, 14336, 4096),),
@@ -90,7 +90,7 @@ _QUICK: dict[str, tuple[Shape, ...]] = {
     "layer_norm": ((8192, 16384), (32768, 1024)),
     "rms_norm": ((8192, 16384), (32768, 1024)),
 }
-_QUICK_CPU: dict[str, tuple[Shape, ...]] = {
+QUICK_CPU: dict[str, tuple[Shape, ...]] = {
     "linear": ((512, 3072, 768),),
     "gated_linear": ((512, 3072, 768),),
     "mlp": ((512, 3072, 768),),
@@ -147,7 +147,7 @@ def _chosen(op: str, device: torch.device, shapes: Sequence[str] | None, quick: 
                 ) from None
         return chosen
     if quick:
-        return dict.fromkeys((_QUICK if device.type == "cuda" else _QUICK_CPU)[op], True)
+        return dict.fromkeys((QUICK if device.type == "cuda" else QUICK_CPU)[op], True)
     for group in GROUPS[op]:
         if (group.name == "cpu") == (device.type == "cpu"):
             for shape in group.shapes:

@@ -593,7 +593,7 @@ def test_what_a_time_limit_leaves_out_is_named(only, tmp_path, capsys):
 
 
 def test_the_quick_set_reaches_every_suite_before_any_second_shape(monkeypatch, tmp_path):
-    monkeypatch.setattr(suites, "_QUICK_CPU", suites._QUICK)
+    monkeypatch.setattr(suites, "QUICK_CPU", suites.QUICK)
     options = cli._parser().parse_args(["all", "--quick", "--device", "cpu", "--out", str(tmp_path)])
     run = cli.Run(options)
     tasks = list(run.tasks())
