@@ -40,8 +40,10 @@ ROWS = ("softmax", "layer_norm", "rms_norm")
 
 
 def load(folder: Path) -> list[Row]:
-    """Rows of every CSV in a folder, in the order of the suites and their shapes; of a point that several files hold, the
-    newest.
+    """Rows of every CSV in a folder, in the order of the suites and their shapes.
+
+    Times are compared within one run only: of an operation's point that several files hold, the rows of the newest that
+    measured eager too; of anything else, the newest row.
 
     Raises:
         ValueError: There is no results file in it.
@@ -49,11 +51,18 @@ def load(folder: Path) -> list[Row]:
     paths = sorted(folder.glob("*.csv"))
     if not paths:
         raise ValueError(f"no CSV in {folder}")
+    runs = [read_rows(path) for path in paths]
+    best: dict[tuple[str, ...], tuple[bool, str, int]] = {}
+    for number, rows in enumerate(runs):
+        for row in rows:
+            rank = (row.provider == "eager" and row.status == "ok", row.date, number)
+            best[_point(row)] = max(best.get(_point(row), rank), rank)
     newest: dict[tuple[str, ...], Row] = {}
-    for path in paths:
-        for row in read_rows(path):
-            key = (row.op, row.shape, row.dtype, row.accumulate, row.direction, row.provider, row.setting)
-            if key not in newest or row.date >= newest[key].date:
+    for number, rows in enumerate(runs):
+        for row in rows:
+            key = (*_point(row), row.accumulate, row.provider)
+            of_the_run = row.op not in GROUPS or best[_point(row)][2] == number
+            if of_the_run and (key not in newest or row.date >= newest[key].date):
                 newest[key] = row
     order = {
         (op, shape_name(shape)): (number, place)
@@ -62,6 +71,10 @@ def load(folder: Path) -> list[Row]:
     }
     last = (len(GROUPS), 0)
     return sorted(newest.values(), key=lambda row: (*order.get((row.op, row.shape), last), row.direction != "fwd"))
+
+
+def _point(row: Row) -> tuple[str, ...]:
+    return (row.op, row.shape, row.dtype, row.direction, row.setting)
 
 
 def plot_folder(folder: Path) -> list[Path]:

@@ -749,6 +749,26 @@ def test_report_shows_models_and_the_longest_training(tmp_path):
     assert "After 80 steps of training, the harness recommends bf16: why." in text and "fp16" not in text
 
 
+def test_times_of_two_runs_are_not_mixed(tmp_path):
+    """A newer run without eager does not replace the point of one with it; where no run has eager, it is taken."""
+    from benchmarks import plot
+
+    def row(shape, provider, median, day):
+        return Row(
+            "linear", "linear", shape, "bf16", "", "fwd", provider, median_us=median, date=f"2026-01-{day:02}T00:00:00Z"
+        )
+
+    runs = {
+        "all.csv": [row("1x2x3", "eager", 10.0, 1), row("1x2x3", "ampkernels", 8.0, 1)],
+        "decode.csv": [row("1x2x3", "ampkernels", 5.0, 2), row("1x5x7", "ampkernels", 4.0, 2)],
+    }
+    for name, rows in runs.items():
+        with CsvWriter(tmp_path / name) as writer:
+            writer.write(rows)
+    found = {(r.shape, r.provider): r.median_us for r in plot.load(tmp_path)}
+    assert found == {("1x2x3", "eager"): 10.0, ("1x2x3", "ampkernels"): 8.0, ("1x5x7", "ampkernels"): 4.0}
+
+
 def test_report_says_when_the_kernels_have_changed(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "csrc_digest", lambda: "today")
     results_folder(tmp_path / "gpu", "yesterday")
