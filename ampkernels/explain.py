@@ -32,6 +32,8 @@ class Explanation:
         dtypes: the dtype of each tensor, and "computed in" and "output".
         rounding: where values are rounded.
         notes: what else a reader should know about this very call.
+        ahead: which library was measured to be faster here, and the committed result, in benchmarks/results/, that shows
+            it.
     """
 
     op: str
@@ -42,6 +44,7 @@ class Explanation:
     dtypes: dict[str, torch.dtype]
     rounding: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    ahead: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         policy = "fp32 (fp64 for fp64), whatever accumulate says" if self.accumulate is None else str(self.accumulate)
@@ -51,6 +54,7 @@ class Explanation:
             ("plan", self.plan.splitlines()),
             ("rounding", self.rounding),
             ("notes", self.notes),
+            ("faster", self.ahead),
         ]
         lines = [f"{self.op} on {self.device}: {self.path}"]
         for title, texts in sections:
@@ -139,6 +143,8 @@ def _affine(
     )
     _gemm_rounding(result, device, dtype, activation, fused, training, gated)
     _gemm_notes(result, device, dtype, {"input": input, "weight": weight}, training, out)
+    m, k = input.numel() // max(input.shape[-1], 1), input.shape[-1]
+    result.ahead = _gemm_ahead(device, _arch(input), dtype, m, k, policy, activation)
     return result
 
 
@@ -176,6 +182,10 @@ def _mlp(
     _gemm_rounding(result, device, dtype, activation, fused, training, False)
     result.rounding.insert(-1, f"the hidden activations are rounded once to {_short(dtype)}")
     _gemm_notes(result, device, dtype, {"input": input, "w1": w1, "w2": w2}, training, dtype)
+    m = input.numel() // max(input.shape[-1], 1)
+    for name, weight, act in (("w1", w1, activation), ("w2", w2, None)):
+        ahead = _gemm_ahead(device, _arch(input), dtype, m, weight.shape[1], policy, act)
+        result.ahead += [f"{name}: {text}" for text in ahead]
     return result
 
 
@@ -230,6 +240,34 @@ def _gemm_plan(
         activated=activation not in (None, "relu"),
     )
     return problem + ("the sm_90a kernel where it takes these operands, else " if arch == 90 else "") + str(text)
+
+
+def _gemm_ahead(
+    device: str, arch: int, dtype: torch.dtype, m: int, k: int, policy: Accumulate, activation: str | None
+) -> list[str]:
+    """Where a committed result shows a library ahead of the GEMM that this call would take."""
+    if device == "cpu":
+        few = policy == FP32 and m == 1
+        return ["eager takes 0.9 of the time at one row (cpu-amd-epyc/ops.csv)"] if few else []
+    if device != "cuda" or arch != 90 or dtype not in _16_BIT:
+        return []
+    if 64 < m <= 512:
+        times = "2" if policy.chunk else "1.2 to 1.6"
+        return [f"cuBLAS's plain product is {times} times as fast at 256 rows (h200/decode.csv)"]
+    if policy.chunk and m > 512:
+        return ["a chunk takes 1.05 to 1.29 times as long as fp32 (h200/providers-gemm.csv)"]
+    if policy.chunk and policy.chunk < 512 and k >= 32 * policy.chunk:
+        return ["cuBLAS is 1.3 times as fast at K = 14336 in chunks of 128 (h200/decode.csv)"]
+    if m > 512 and k < 1024 and activation not in (None, "relu"):
+        return ["cublasLt's product with GELU is 1.1 times as fast at K = 768 (h200/providers-gemm.csv)"]
+    return []
+
+
+def _rows_ahead(device: str, arch: int, dtype: torch.dtype, cols: int) -> list[str]:
+    """The same for softmax and norms."""
+    if device == "cuda" and arch == 90 and dtype in _16_BIT and cols <= 16384:
+        return ["torch.compile or Liger are up to 1.1 times as fast in forward (h200/providers-rows.csv)"]
+    return []
 
 
 def _operand(tensor: Tensor, dtype: torch.dtype) -> tuple[bool, bool]:
@@ -394,6 +432,7 @@ def _rows(
         None,
         _dtypes(tensors, wide, out),
         [f"everything in {_short(wide)}, output rounded once to {_short(out)}"],
+        ahead=_rows_ahead(device, _arch(input), input.dtype, cols),
     )
 
 
@@ -415,6 +454,9 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _arch(tensor: Tensor) -> int:
+    """10 times the compute capability; 0 where there is none."""
+    if not tensor.is_cuda:
+        return 0
     major, minor = torch.cuda.get_device_capability(tensor.device)
     return 10 * major + minor
 

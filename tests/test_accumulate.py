@@ -1,9 +1,12 @@
 """`Accumulate`: its forms, which policy is in force, and what is refused until kernels exist."""
 
 import copy
+import importlib
 import pickle
+import re
 import threading
 from contextvars import copy_context
+from pathlib import Path
 
 import pytest
 import torch
@@ -236,6 +239,22 @@ def test_explain_says_what_is_rounded_in_training_on_the_cpu():
     assert not any("before the activation" in line for line in inference.rounding)
     assert any("pre-activation is rounded to bfloat16 before the activation" in line for line in training.rounding)
     assert any("library's output dtype" in note for note in training.notes)
+
+
+def test_explain_says_where_a_library_was_faster_and_which_result_shows_it():
+    explain = importlib.import_module("ampkernels.explain")  # the module, not the function
+    bf16, plain, chunked = torch.bfloat16, ak.Accumulate(), ak.Accumulate(chunk=512)
+    cases = [explain._gemm_ahead("cpu", 0, bf16, 1, 768, plain, None), explain._rows_ahead("cuda", 90, bf16, 4096)]
+    cases += [explain._gemm_ahead("cuda", 90, bf16, m, 768, plain, "gelu") for m in (256, 4096)]
+    cases += [explain._gemm_ahead("cuda", 90, bf16, m, 4096, chunked, None) for m in (256, 4096)]
+    cases += [explain._gemm_ahead("cuda", 90, bf16, 16, 14336, ak.Accumulate(chunk=128), None)]
+    results = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+    for (text,) in cases:
+        assert (results / re.search(r"\((\S+\.csv)\)", text)[1]).is_file()
+    assert explain._gemm_ahead("cuda", 90, bf16, 8192, 4096, plain, "gelu") == []
+    assert explain._rows_ahead("cpu", 0, bf16, 4096) == []
+    x, w = torch.ones(1, 64).bfloat16(), torch.ones(8, 64).bfloat16()
+    assert "faster      eager takes 0.9" in str(ak.explain("linear", x, w))
 
 
 def test_explain_under_autocast_says_what_is_cast():
