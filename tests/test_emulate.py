@@ -92,7 +92,8 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Library:
         "-fPIC",
         "-w",
     ]
-    sources = [str(ROOT / "csrc/cpu/emulate.cpp"), str(ROOT / "tests/native/emulate_host.cpp")]
+    names = ("csrc/cpu/emulate.cpp", "tests/native/emulate_host.cpp", "tests/native/math_host.cpp")
+    sources = [str(ROOT / name) for name in names]
     include = [f"-I{ROOT}/csrc/include", f"-I{ROOT}/csrc"]
     subprocess.run([COMPILER, *flags, *include, *sources, "-o", str(out)], check=True)
     return Library(out)
@@ -278,17 +279,13 @@ def test_empty(native: Library) -> None:
 # ------------------------------------------------------------------------------------------------------------ epilogue
 
 
-def activation(native: Library, name: str, x: torch.Tensor, *, grad: bool = False) -> torch.Tensor:
-    """act(x) or act'(x) in fp32, through the emulation of a GEMM that computes 1 * x exactly or 1 * act'(x)."""
-    n = x.numel()
-    if not grad:
-        out = native.gemm(torch.zeros(1, 16).half(), torch.zeros(n, 16).half(), bias=x.reshape(-1), activation=name)
-    else:
-        one = torch.zeros(1, 16).to(x.dtype)
-        one[0, 0] = 1
-        saved = x.reshape(1, -1).contiguous()
-        out = native.gemm(one, one.expand(n, 16), kind=ACT_GRAD, activation=name, saved=saved)
-    return out.view(x.shape)
+def activation(native: Library, name: str, x: torch.Tensor, result: torch.dtype, *, grad: bool = False) -> torch.Tensor:
+    """act(x) or act'(x) in fp32, in the form for a result of that dtype (csrc/include/ampkernels/activation16.h)."""
+    x = x.float().contiguous()
+    y = torch.empty_like(x)
+    pointers = (ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr()), ctypes.c_int64(x.numel()))
+    native._lib.ak_activation(ACTIVATIONS.index(name), int(grad), int(result.itemsize == 2), *pointers)
+    return y
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -303,18 +300,18 @@ def test_epilogue(native: Library, dtype: torch.dtype, name: str, out_dtype: tor
     pre = torch.zeros(m, n, dtype=dtype)
     out = native.gemm(a, b, chunk=32, bias=bias, activation=name, pre=pre, out_dtype=out_dtype)
     assert_same_bits(pre, (acc + bias).to(dtype))
-    assert_same_bits(out, activation(native, name, acc + bias).to(out_dtype))
+    assert_same_bits(out, activation(native, name, acc + bias, out_dtype).to(out_dtype))
 
     pre.zero_()
     out = native.gemm(a, b, chunk=32, kind=GATED, bias=bias, activation=name, pre=pre, out_dtype=out_dtype)
     gate, up = (acc + bias).chunk(2, -1)
     assert_same_bits(pre, (acc + bias).to(dtype))
-    assert_same_bits(out, (activation(native, name, gate.contiguous()) * up).to(out_dtype))
+    assert_same_bits(out, (activation(native, name, gate, out_dtype) * up).to(out_dtype))
 
     saved, act_out = make("normal", (m, n), dtype, 4), torch.zeros(m, n, dtype=dtype)
     out = native.gemm(a, b, chunk=32, kind=ACT_GRAD, activation=name, saved=saved, act_out=act_out, out_dtype=out_dtype)
-    assert_same_bits(act_out, activation(native, name, saved.float()).to(dtype))
-    assert_same_bits(out, (acc * activation(native, name, saved, grad=True)).to(out_dtype))
+    assert_same_bits(act_out, activation(native, name, saved, dtype).to(dtype))
+    assert_same_bits(out, (acc * activation(native, name, saved, dtype, grad=True)).to(out_dtype))
 
 
 @pytest.mark.parametrize("bias_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
