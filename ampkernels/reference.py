@@ -302,7 +302,7 @@ def _inner_error(
     """Of y = activation(pre), of an exact `pre`, before y is rounded to `out_dtype`."""
     if activation in (None, "relu"):
         return torch.zeros_like(y)
-    short = ACTIVATION16 if out_dtype.itemsize == 2 else 0.0
+    short = ACTIVATION16 if out_dtype.itemsize == 2 and activation != "relu2" else 0.0
     return gamma(_INNER_ROUNDINGS, UNIT_ROUNDOFF[compute]) * (pre.abs() + 1) + short * y.abs()
 
 

@@ -71,6 +71,14 @@ class Library:
         )
         return out
 
+    def activation(self, name: str, x: torch.Tensor, result: torch.dtype, *, grad: bool = False) -> torch.Tensor:
+        """act(x) or act'(x) in fp32, in the form for a result of that dtype (csrc/include/ampkernels/activation16.h)."""
+        x = x.float().contiguous()
+        y = torch.empty_like(x)
+        pointers = (ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr()), ctypes.c_int64(x.numel()))
+        self._lib.ak_activation(ACTIVATIONS.index(name), int(grad), int(result.itemsize == 2), *pointers)
+        return y
+
     def scalar_dot(self, a: torch.Tensor, b: torch.Tensor, arch: int, accumulate: torch.dtype, chunk: int) -> float:
         wide = [t.float().contiguous() for t in (a, b)]
         pointers = (ctypes.c_void_p(t.data_ptr()) for t in wide)
@@ -279,15 +287,6 @@ def test_empty(native: Library) -> None:
 # ------------------------------------------------------------------------------------------------------------ epilogue
 
 
-def activation(native: Library, name: str, x: torch.Tensor, result: torch.dtype, *, grad: bool = False) -> torch.Tensor:
-    """act(x) or act'(x) in fp32, in the form for a result of that dtype (csrc/include/ampkernels/activation16.h)."""
-    x = x.float().contiguous()
-    y = torch.empty_like(x)
-    pointers = (ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr()), ctypes.c_int64(x.numel()))
-    native._lib.ak_activation(ACTIVATIONS.index(name), int(grad), int(result.itemsize == 2), *pointers)
-    return y
-
-
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -300,18 +299,18 @@ def test_epilogue(native: Library, dtype: torch.dtype, name: str, out_dtype: tor
     pre = torch.zeros(m, n, dtype=dtype)
     out = native.gemm(a, b, chunk=32, bias=bias, activation=name, pre=pre, out_dtype=out_dtype)
     assert_same_bits(pre, (acc + bias).to(dtype))
-    assert_same_bits(out, activation(native, name, acc + bias, out_dtype).to(out_dtype))
+    assert_same_bits(out, native.activation(name, acc + bias, out_dtype).to(out_dtype))
 
     pre.zero_()
     out = native.gemm(a, b, chunk=32, kind=GATED, bias=bias, activation=name, pre=pre, out_dtype=out_dtype)
     gate, up = (acc + bias).chunk(2, -1)
     assert_same_bits(pre, (acc + bias).to(dtype))
-    assert_same_bits(out, (activation(native, name, gate, out_dtype) * up).to(out_dtype))
+    assert_same_bits(out, (native.activation(name, gate, out_dtype) * up).to(out_dtype))
 
     saved, act_out = make("normal", (m, n), dtype, 4), torch.zeros(m, n, dtype=dtype)
     out = native.gemm(a, b, chunk=32, kind=ACT_GRAD, activation=name, saved=saved, act_out=act_out, out_dtype=out_dtype)
-    assert_same_bits(act_out, activation(native, name, saved, dtype).to(dtype))
-    assert_same_bits(out, (acc * activation(native, name, saved, dtype, grad=True)).to(out_dtype))
+    assert_same_bits(act_out, native.activation(name, saved, dtype).to(dtype))
+    assert_same_bits(out, (acc * native.activation(name, saved, dtype, grad=True)).to(out_dtype))
 
 
 @pytest.mark.parametrize("bias_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -102,11 +102,6 @@ def main() -> None:
     relaxed = 10 ** (-0.35 * np.maximum(a - 5, 0))  # the relative error asked of Q grows from a = 5 on
     print("log2(erfc(a / sqrt 2)) / a on [0, 13.2], degree 7; weight: relative error of Q(a)")
     show("log2_tail", fit(a, log2_2q, relative * relaxed, 7))
-    print("log2(2 sigmoid(-z(a))) / a on [0, 10.2], z = 2 sqrt(2 / pi) (a + 0.044715 a^3), degree 7; weight: the same")
-    b = nodes(1e-6, 10.2)
-    z = 2 * mp.sqrt(2 / mp.pi)
-    log2_2s = as_array(lambda v: mp.log(2 / (1 + mp.exp(z * (v + mp.mpf("0.044715") * v**3))), 2) / v, b)
-    show("log2_tail of gelu_tanh", fit(b, log2_2s, ln2 * b * 10 ** (-0.35 * np.maximum(b - 5, 0)), 7))
     print("Q(a) exp(a^2 / 2) on [0, 6], degree 9; weight: the error of Q(a) - a density(a), relative down to 0.1")
     c = nodes(0, 6)
     mills = as_array(lambda v: mp.erfc(v / mp.sqrt(2)) / 2 * mp.exp(v * v / 2), c)

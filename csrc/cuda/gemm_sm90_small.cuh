@@ -5,10 +5,9 @@
 //           nobody reads. Boxes of 64 k, both K-major, in the 128-byte swizzle; a stage of a ring is `boxes` of them,
 //           A's before B's.
 // Sources   Under a policy chunk c is multiplied by source c % sources: the `ranks` CTAs of a cluster, and in each of
-// them
-//           kTeams teams of a loading thread, a ring and a warpgroup that multiplies. So the chains of products of two
-//           chunks run at the same time in one CTA, and the end of a chunk is not felt. Without a policy a team of each
-//           rank has one share of k, and that is its chunk.
+//           them kTeams teams of a loading thread, a ring and a warpgroup that multiplies. So the chains of products of
+//           two chunks run at the same time in one CTA, and the end of a chunk is not felt. Without a policy a team of
+//           each rank has one share of k, and that is its chunk.
 // Adders    Where there is more than one source, a team sends every chunk's sums, warp by warp, to the rank that owns
 //           their rows of A, and goes on; a warpgroup of adders there adds them in ascending order, whoever sent them.
 //           So neither ranks nor teams shape a sum under a policy.
@@ -17,8 +16,8 @@
 //           adders, else the only team) writes the results. Where registers and shared memory allow it the next
 //           kernel's CTA starts beside this one.
 // Barriers  full[slot]: the loader's expect_tx and the copies' bytes. empty[slot]: one arrival of each warp of the
-// team.
-//           A slot is a stage of one team's ring: a barrier that two teams waited on could be two phases ahead of one.
+//           team. A slot is a stage of one team's ring: a barrier that two teams waited on could be two phases ahead
+//           of one.
 //           received[source][w]: chunk sums of its warp w have arrived. taken[team][w]: they have been added, and more
 //           may come; it is told only to who will wait for it, so that nothing is on its way to a CTA that has ended.
 // Sums      Chunks of k, each from zero, added in fp32, round to nearest, in ascending order.

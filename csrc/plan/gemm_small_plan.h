@@ -57,8 +57,8 @@ inline GemmSmallPlan plan_gemm_small(const GemmParams& p, int sms) {
       const int64_t per_sm = ceil_div(count, sms);
       // One wave where it can be: a cluster's CTAs run at the same time, and each starts with an empty ring.
       if (per_sm > 2 && (ranks > 1 || rows < 128)) continue;
-      // Two CTAs on an SM cover each other's ends of chunks. Of chunks of 128, adding takes longer than multiplying:
-      // with one team 40 us at 4096x14336, with two 44 (and 33 and 32 for chunks of 512).
+      // Two CTAs on an SM cover each other's ends of chunks. Of chunks of 128, adding takes longer than multiplying,
+      // and one team is faster (docs/gemm.md, Few rows, the table by plan).
       const int teams = policy >= 8 && per_sm == 1 && chunks >= 2 * ranks ? 2 : 1;
       const int64_t rounds = ceil_div(chunks, ranks * teams);
       const int64_t reading = per_sm * (rows + 16) * std::min(ceil_div(chunks, ranks) * chunk, k_blocks) * 128 / 17;
@@ -73,9 +73,9 @@ inline GemmSmallPlan plan_gemm_small(const GemmParams& p, int sms) {
     }
   }
 
-  // 112 rows where they make one CTA on nearly every SM (14336 rows on 132) and 64 rows two on some: 28.5 us for 30.9
-  // at m = 1, 30.5 for 31.5 at 16, but 34.7 for 33.9 at 64. Eight stages leave no room for a CTA of the next kernel,
-  // which would upset the balance: with seven it took 32.2.
+  // 112 rows where they make one CTA on nearly every SM (14336 rows on 132) and 64 rows two on some: faster at m = 1
+  // and 16, not at 64 (docs/gemm.md, the same table). Eight stages leave no room for a CTA of the next kernel, which
+  // would upset the balance.
   const int64_t count112 = ceil_div(n_out, p.kind == EpilogueKind::kGated ? 56 : 112);
   if (plan.rows == 64 && plan.ranks == 1 && ctas > sms && count112 <= sms && count112 >= sms * 9 / 10 && p.m <= 32) {
     plan.rows = 112, ctas = count112;

@@ -1,10 +1,10 @@
 // The activations and their derivatives for a result that is rounded to fp16 or bf16 next: two thirds of the
 // instructions of activation.h's fp32 forms, since a GEMM's epilogue has few to spare.
 //
-// Relative error at most 2^-14.7 forward (fp16's unit round-off is 2^-11), and of a derivative at most 2^-14 times the
-// larger of its magnitude and 0.1: what cancels at its one zero is not recovered. Where a result is below 1e-10 the
-// error may grow, to 2 % where gelu leaves fp32's range. Same rules as in math.h: one sequence of IEEE operations, no
-// branch, no division, the same bits on host and device.
+// Relative error at most 2^-14.2 forward (fp16's unit round-off is 2^-11), and of a derivative at most 2^-14.7 times
+// the larger of its magnitude and 0.1: what cancels at its one zero is not recovered. Where a result is below 1e-10 the
+// error may grow, to 2 % where gelu leaves fp32's range (tests/test_math.py). Same rules as in math.h: one sequence of
+// IEEE operations, no branch, no division, the same bits on host and device.
 //
 // Bounds in place of |x| keep 2^y at y >= -127; at the bound a tail is below 1e-41, which either format rounds to 0.
 //
