@@ -30,6 +30,28 @@ def test_splits_cover_k_without_an_empty_one(shape, aligned):
     assert (p["split"] - 1) * p["split_len"] < shape[2] <= p["split"] * p["split_len"]
 
 
+HOPPER_SHAPES = [(256, 4096, 14336), (768, 768, 8192), (1000, 520, 30001), (4096, 4096, 4096), (65, 64, 100)]
+
+
+@pytest.mark.parametrize("epilogue", ["linear", "gated", "act_grad"])
+@pytest.mark.parametrize("chunk", [0, 128, 512])
+@pytest.mark.parametrize("shape", HOPPER_SHAPES)
+def test_hopper_splits_k_into_ranges_of_whole_blocks_and_whole_chunks(shape, chunk, epilogue):
+    p = plan.gemm_plan_dict(*shape, chunk=chunk, arch=90, epilogue=epilogue)
+    assert p["kernel"] == "sm90"
+    if p["split"] > 1:
+        assert p["split_len"] % 64 == 0 if chunk == 0 else p["split_len"] == chunk
+    assert (p["split"] - 1) * p["split_len"] < shape[2] <= p["split"] * p["split_len"]
+
+
+def test_hopper_splits_k_where_the_tiles_do_not_fill_the_device():
+    assert plan.gemm_plan_dict(768, 768, 8192, arch=90)["split"] > 1
+    assert plan.gemm_plan_dict(256, 4096, 14336, arch=90)["split"] > 1
+    assert plan.gemm_plan_dict(768, 768, 8192, chunk=512, arch=90)["split"] == 16
+    for chunk in (0, 512):
+        assert plan.gemm_plan_dict(8192, 8192, 8192, chunk=chunk, arch=90)["split"] == 1
+
+
 def test_unaligned_operands_are_packed_where_the_products_pay_for_it():
     large = plan.gemm_plan_dict(4095, 4095, 4095, arch=80, aligned=False)
     assert large["pack_a"] and large["pack_b"] and large["aligned"]

@@ -172,9 +172,10 @@ Status launch_gemm_sm90(const GemmParams& p, const GemmSm90Plan& plan, cudaStrea
   s.group = plan.group;
   s.group_along_n = plan.group_along_n;
   s.k_blocks = int32_t((p.k + 63) / 64);
-  s.blocks_per_split = (s.k_blocks + plan.splits - 1) / plan.splits;
   s.chunk_blocks =
       p.accumulate.chunk > 0 ? int32_t(std::min<int64_t>((p.accumulate.chunk + 63) / 64, s.k_blocks)) : s.k_blocks;
+  s.blocks_per_split =
+      plan.splits > 1 && p.accumulate.chunk > 0 ? s.chunk_blocks : (s.k_blocks + plan.splits - 1) / plan.splits;
   s.items_per_split = s.items_m * s.items_n;
   const int outer = s.group_along_n ? s.items_n : s.items_m, inner = s.group_along_n ? s.items_m : s.items_n;
   s.per_split = Divisor(uint32_t(s.items_per_split));

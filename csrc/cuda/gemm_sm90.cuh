@@ -11,7 +11,8 @@
 //           last product of its turn (pingpong: of its tile).
 // Products  one WGMMA group (64 k) in flight while the next slot is awaited; a slot is released one step behind.
 // Sums      kFp32: one chain over k in the accumulators. kFp32Chunked: every chunk from zero in a second fragment,
-//           added in fp32, round to nearest, in ascending order. kFp16: the same with an fp16 fragment.
+//           added in fp32, round to nearest, in ascending order. kFp16: the same with an fp16 fragment. The first chunk
+//           of the next tile, whose fragment the epilogue does not read, is multiplied under this tile's epilogue.
 // Saved     kActGrad's saved tensor comes by TMA, a panel ahead, the first one under the tile's products.
 // Epilogue  by panels of kPanel columns: bias and activation in fp32, one rounding, stmatrix into a swizzled buffer,
 //           TMA store; the next panel does not wait for it. fp32 results go straight from the registers (a fragment row
@@ -163,7 +164,7 @@ __device__ __forceinline__ void multiply_slot(const Ring<C>& ring, int group,
   }
 }
 template <class C>
-__device__ __forceinline__ void multiply_slot(const Ring<C>& ring, int group, uint32_t (&half)[C::kBlockN / 4],
+__device__ __forceinline__ void multiply_slot(const Ring<C>& ring, int group, uint32_t (&half)[1][C::kBlockN / 4],
                                               bool accumulate) {
   const uint32_t slot = ring.smem + ring.stage * C::kStageBytes;
   const int first_row = C::kPingpong ? 0 : group * C::kRowsPerGroup;
@@ -172,7 +173,7 @@ __device__ __forceinline__ void multiply_slot(const Ring<C>& ring, int group, ui
 #pragma unroll
   for (int k = 0; k < kBlockK / 16; ++k) {
     ptx::wgmma_half<C::kBlockN, C::kMnMajorA, C::kMnMajorB>(
-        half, desc_a + k * ptx::kWgmmaDescriptorStepK16<C::kMnMajorA>,
+        half[0], desc_a + k * ptx::kWgmmaDescriptorStepK16<C::kMnMajorA>,
         desc_b + k * ptx::kWgmmaDescriptorStepK16<C::kMnMajorB>, accumulate || k > 0);
   }
 }
@@ -193,95 +194,159 @@ struct Turns {
   }
 };
 
-// The products of blocks [0, blocks) of one chain, into `part`; the first one overwrites it. Returns with all of them
-// done.
-template <class C, typename Part>
-__device__ __forceinline__ void multiply_chain(Ring<C>& ring, Turns<C>& turns, int group, int blocks, Part& part) {
-  const auto fence_part = [](auto& r) {
-    if constexpr (C::kChain == Chain::kFp16) {
-      ptx::fence_registers(r);
-    } else {
-#pragma unroll
-      for (int f = 0; f < C::kFragments; ++f) ptx::fence_registers(r[f]);
-    }
-  };
-  for (int kb = 0; kb < blocks; ++kb) {
-    if (C::kTurns && kb % kTurnBlocks == 0) turns.take();
+// A chain of products, from zero, into the fragments `part`.
+template <class C>
+struct Products {
+  using Part = std::conditional_t<C::kChain == Chain::kFp16, uint32_t[1][C::kBlockN / 4],
+                                  float[C::kFragments][C::kAccumulators]>;
+
+  Ring<C> ring;
+  Turns<C> turns;
+  int group;
+  int done = 0, blocks = 0;  // blocks issued, blocks of the chain
+
+  __device__ __forceinline__ void begin(int count) {
+    done = 0;
+    blocks = count;
+  }
+  // Issues the next block as one group, and waits for the one before it.
+  template <bool kTurns>
+  __device__ __forceinline__ void step(Part& part) {
+    if (kTurns && done % kTurnBlocks == 0) turns.take();
     ptx::mbarrier_wait(ring.smem + C::kOffsetFull + ring.stage * 8, ring.phase);
-    fence_part(part);
+    fence(part);
     ptx::wgmma_fence();
-    multiply_slot<C>(ring, group, part, kb > 0);
+    multiply_slot<C>(ring, group, part, done > 0);
     ptx::wgmma_commit();
-    if (C::kTurns && (kb % kTurnBlocks == kTurnBlocks - 1 || kb + 1 == blocks)) turns.hand_on();
+    ++done;
+    if (kTurns && (done % kTurnBlocks == 0 || done == blocks)) turns.hand_on();
     ptx::wgmma_wait<1>();
     ring.release_held();
     ring.held = ring.stage;
     ring.advance();
   }
-  if (C::kPingpong) turns.hand_on();
-  ptx::wgmma_wait<0>();
-  fence_part(part);
-  ring.release_held();
-}
+  __device__ __forceinline__ void settle() {
+    ptx::wgmma_wait<0>();
+    ring.release_held();
+  }
+  // The rest of the chain. Returns with all of it done.
+  template <bool kTurns>
+  __device__ __forceinline__ void finish(Part& part) {
+    while (done < blocks) step<kTurns>(part);
+    if (C::kPingpong) turns.hand_on();
+    settle();
+    fence(part);
+  }
+  // Tells the compiler that all lanes agree about where they are, so that it forms descriptors in uniform registers
+  // (8192^3: 2080 to 1810 us). Behind the epilogue it cannot see that.
+  __device__ __forceinline__ void make_uniform() {
+    const auto uniform = [](auto& value) { value = __shfl_sync(0xffffffffu, value, 0); };
+    uniform(ring.stage);
+    uniform(ring.phase);
+    uniform(ring.held);
+    uniform(turns.parity);
+    uniform(done);
+    uniform(blocks);
+  }
+  __device__ __forceinline__ static void fence(Part& part) {
+#pragma unroll
+    for (auto& fragment : part) ptx::fence_registers(fragment);
+  }
+};
 
-// All products of one tile.
-template <class C>
-__device__ __forceinline__ void multiply(Ring<C>& ring, Turns<C>& turns, int group, int blocks, int chunk_blocks,
-                                         Accumulators<C>& acc) {
-  if constexpr (C::kChain == Chain::kFp32) {
-    multiply_chain<C>(ring, turns, group, blocks, acc.sum);
-  } else {
-    static_assert(!C::kPingpong);
-    constexpr bool kHalf = C::kChain == Chain::kFp16;
-    std::conditional_t<kHalf, uint32_t[C::kBlockN / 4], float[1][C::kAccumulators]> part;
+// sum = (kFirst ? 0 : sum) + part, in fp32, round to nearest.
+template <class C, bool kFirst>
+__device__ __forceinline__ void promote(Accumulators<C>& acc, const typename Products<C>::Part& part) {
+  if constexpr (C::kChain == Chain::kFp16) {
 #pragma unroll
-    for (int i = 0; i < C::kAccumulators; ++i) acc.sum[0][i] = 0.0f;
-    for (int kb = 0; kb < blocks; kb += chunk_blocks) {
-      multiply_chain<C>(ring, turns, group, min(chunk_blocks, blocks - kb), part);
-      if constexpr (kHalf) {
-#pragma unroll
-        for (int i = 0; i < C::kBlockN / 4; ++i) {
-          float low, high;
-          widen_pair<half_t>(part[i], low, high);
-          acc.sum[0][2 * i] += low;
-          acc.sum[0][2 * i + 1] += high;
-        }
-      } else {
-#pragma unroll
-        for (int i = 0; i < C::kAccumulators; ++i) acc.sum[0][i] += part[0][i];
-      }
+    for (int i = 0; i < C::kBlockN / 4; ++i) {
+      float low, high;
+      widen_pair<half_t>(part[0][i], low, high);
+      acc.sum[0][2 * i] = (kFirst ? 0.0f : acc.sum[0][2 * i]) + low;
+      acc.sum[0][2 * i + 1] = (kFirst ? 0.0f : acc.sum[0][2 * i + 1]) + high;
     }
+  } else {
+#pragma unroll
+    for (int i = 0; i < C::kAccumulators; ++i) acc.sum[0][i] = (kFirst ? 0.0f : acc.sum[0][i]) + part[0][i];
   }
 }
 
+// One chain to a tile, in the accumulators that the epilogue reads.
 template <class C>
 __device__ __forceinline__ void consume(const Args90& args, uint32_t smem, int group) {
   const Schedule90& s = args.schedule;
   const auto [rank, first] = walk_of(s);
-  Ring<C> ring{smem, s.share != Share::kNone, rank};
-  Turns<C> turns{smem, group, group == 0 ? 1u : 0u};
+  Products<C> products{{smem, s.share != Share::kNone, rank}, {smem, group, group == 0 ? 1u : 0u}, group};
   Epilogue<C> epilogue(args, smem, group);
 
-  if (C::kPingpong && group == 1 && first < s.items) ring.skip(blocks_of(s, s.per_split.quotient(first)));
+  if (C::kPingpong && group == 1 && first < s.items) {
+    products.ring.skip(blocks_of(s, s.per_split.quotient(first)));
+  }
   for (int work = C::kPingpong ? first + group * s.step : first; work < s.items;) {
     const TileIndex tile = tile_of(s, work, rank);
-    const int blocks = blocks_of(s, tile.split);
     const int row0 = tile.m * C::kBlockM + (C::kPingpong ? 0 : group * C::kRowsPerGroup);
     const int col0 = tile.n * C::kOutN;
     const typename Epilogue<C>::Bias bias = epilogue.fetch_bias(col0);  // under the products
     if constexpr (C::kActGrad) {
       if (epilogue.leader()) epilogue.fetch_saved(row0, col0);
     }
-    if (C::kPingpong) turns.take();
+    if (C::kPingpong) products.turns.take();
     Accumulators<C> acc;
-    multiply<C>(ring, turns, group, blocks, s.chunk_blocks, acc);
+    products.begin(blocks_of(s, tile.split));
+    products.template finish<C::kTurns>(acc.sum);
     epilogue.keep_bias(bias);
-    epilogue.run(acc, row0, col0, tile.split);
+    epilogue.run(acc, row0, col0, tile.split, [] {});
     if constexpr (C::kPingpong) {
-      if (work + s.step < s.items) ring.skip(blocks_of(s, s.per_split.quotient(work + s.step)));
+      if (work + s.step < s.items) products.ring.skip(blocks_of(s, s.per_split.quotient(work + s.step)));
       work += 2 * s.step;
     } else {
       work += s.step;
+    }
+  }
+  if (epilogue.leader()) ptx::bulk_wait_read<0>();  // shared memory outlives the stores that read it
+}
+
+// Chunks: a chain of its own for each, added to the sums that the epilogue reads. So the next tile's first chunk needs
+// none of the registers of this tile's epilogue, and runs under it.
+template <class C>
+__device__ __forceinline__ void consume_chunks(const Args90& args, uint32_t smem, int group) {
+  static_assert(!C::kPingpong && C::kFragments == 1);
+  const Schedule90& s = args.schedule;
+  const auto [rank, first] = walk_of(s);
+  Products<C> products{{smem, s.share != Share::kNone, rank}, {smem, group, group == 0 ? 1u : 0u}, group};
+  Epilogue<C> epilogue(args, smem, group);
+  Accumulators<C> acc;
+  typename Products<C>::Part part;
+  int row0 = args.m, col0 = 0, split = 0;  // of the tile whose sums are in `acc`; before the first there is none
+
+  for (int work = first;; work += s.step) {
+    TileIndex tile = {};
+    int blocks = 0;
+    if (work < s.items) {
+      tile = tile_of(s, work, rank);
+      blocks = blocks_of(s, tile.split);
+    }
+    products.begin(min(blocks, s.chunk_blocks));
+    epilogue.run(acc, row0, col0, split, [&] {
+      if (products.done < products.blocks) products.template step<false>(part);
+    });
+    products.make_uniform();
+    products.settle();  // ptxas carries no products in flight over the epilogue's end
+    if (blocks == 0) break;
+    row0 = tile.m * C::kBlockM + group * C::kRowsPerGroup;
+    col0 = tile.n * C::kOutN;
+    split = tile.split;
+    const typename Epilogue<C>::Bias bias = epilogue.fetch_bias(col0);
+    if constexpr (C::kActGrad) {
+      if (epilogue.leader()) epilogue.fetch_saved(row0, col0);
+    }
+    products.template finish<false>(part);
+    promote<C, true>(acc, part);
+    epilogue.keep_bias(bias);
+    for (int kb = s.chunk_blocks; kb < blocks; kb += s.chunk_blocks) {
+      products.begin(min(s.chunk_blocks, blocks - kb));
+      products.template finish<C::kTurns>(part);
+      promote<C, false>(acc, part);
     }
   }
   if (epilogue.leader()) ptx::bulk_wait_read<0>();  // shared memory outlives the stores that read it
@@ -320,7 +385,11 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_sm90_kernel(const __grid_con
     if (threadIdx.x / 32 == 0 && ptx::elect_one()) produce<C>(args, base);
   } else {
     ptx::register_alloc<C::kConsumerRegisters>();
-    consume<C>(args, base, group - 1);
+    if constexpr (C::kChain == Chain::kFp32) {
+      consume<C>(args, base, group - 1);
+    } else {
+      consume_chunks<C>(args, base, group - 1);
+    }
   }
   // A CTA stays until its neighbour has sent the last copy and arrival it owes to this one's shared memory.
   if (clustered) {

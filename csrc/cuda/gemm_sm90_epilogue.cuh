@@ -6,9 +6,9 @@
 // panel's have been read, so that nobody waits for a store.
 //
 // Registers cannot be indexed. Without an activation the strips are unrolled and read the accumulators where they are;
-// with one the loop over strips stays a loop, so that the code of nine activations exists once, and a strip is copied
-// out of the accumulators by a uniform branch. What leaves otherwise than by TMA (odd strides, fp32, split K, `beta`)
-// takes run_any, the same with every case in it.
+// with one there is a loop over strips for each activation, and a strip is copied out of the accumulators by a uniform
+// branch. What leaves otherwise than by TMA (odd strides, fp32, split K, `beta`) takes run_any, one loop with every
+// case in it.
 #pragma once
 
 #include <utility>
@@ -347,8 +347,8 @@ struct Epilogue {
   }
 
   // d = acc + bias, by TMA.
-  template <int kPanelIndex>
-  __device__ __forceinline__ void run_plain_panel(const Accumulators<C>& acc, int row0, int col0) {
+  template <int kPanelIndex, class Between>
+  __device__ __forceinline__ void run_plain_panel(const Accumulators<C>& acc, int row0, int col0, Between between) {
     const int col = col0 + kPanelIndex * C::kPanel;
     if (col >= args.n_out) return;
     begin_panel(1);
@@ -357,28 +357,31 @@ struct Epilogue {
     [&]<int... kStrips>(std::integer_sequence<int, kStrips...>) {
       const auto strip = [&]<int kStripInPanel>() {
         constexpr int kAcross = kStripInPanel % C::kStripsAcross;
+        between();
         float v[kValues], up[kValues];
         take<kPanelIndex * C::kStripsPerPanel + kStripInPanel>(acc, v, up);
         if (biased) add_bias(v, kPanelIndex * C::kPanel + kAcross * C::kStrip);
         uint32_t pairs[kValues / 2];
         round_strip(v, pairs);
+        between();
         stage(row, pairs, kStripInPanel / C::kStripsAcross, kAcross);
       };
       (strip.template operator()<kStrips>(), ...);
     }(std::make_integer_sequence<int, C::kStripsPerPanel>{});
     end_panel(1, row0, col);
   }
-  __device__ __forceinline__ void run_plain(const Accumulators<C>& acc, int row0, int col0) {
+  template <class Between>
+  __device__ __forceinline__ void run_plain(const Accumulators<C>& acc, int row0, int col0, Between between) {
     [&]<int... kPanels>(std::integer_sequence<int, kPanels...>) {
-      (run_plain_panel<kPanels>(acc, row0, col0), ...);
+      (run_plain_panel<kPanels>(acc, row0, col0, between), ...);
     }(std::make_integer_sequence<int, C::kPanels>{});
   }
 
   // y = act(acc + bias), or act(gate) * up, with the pre-activations where they are wanted; all by TMA.
-  __device__ __forceinline__ void run_activated(const Accumulators<C>& acc, int row0, int col0) {
+  template <Activation A, class Between>
+  __device__ __forceinline__ void run_activated(const Accumulators<C>& acc, int row0, int col0, Between between) {
     const int results = args.d_slot + 1;
     const bool biased = args.bias.data != nullptr, saves = args.pre.data != nullptr;
-    const Activation activation = args.activation;
 #pragma unroll 1
     for (int panel = 0; panel < C::kPanels; ++panel) {
       const int panel_col = col0 + panel * C::kPanel;
@@ -386,6 +389,7 @@ struct Epilogue {
       begin_panel(results);
 #pragma unroll 1
       for (int strip = 0; strip < C::kStripsPerPanel; ++strip) {
+        between();
         const int fragment = strip / C::kStripsAcross, across = strip % C::kStripsAcross;
         const int first = panel * C::kPanel + across * C::kStrip;
         float v[kValues], up[kValues];
@@ -403,7 +407,8 @@ struct Epilogue {
             stage(buffer(1) + matrix_row(), pairs, fragment, across);
           }
         }
-        with_activation(activation, [&]<Activation A>() { activate<A, Result::k16Bit>(v); });
+        activate<A, Result::k16Bit>(v);
+        between();
         if constexpr (C::kGated) {
 #pragma unroll
           for (int i = 0; i < kValues; ++i) v[i] *= up[i];
@@ -440,9 +445,9 @@ struct Epilogue {
   }
 
   // d = acc * act'(saved), and act(saved), rounded, where it is wanted; all by TMA.
-  __device__ __forceinline__ void run_act_grad(const Accumulators<C>& acc, int row0, int col0) {
+  template <Activation A, class Between>
+  __device__ __forceinline__ void run_act_grad(const Accumulators<C>& acc, int row0, int col0, Between between) {
     const bool activates = args.act_out.data != nullptr;
-    const Activation recomputed = args.saved_is_output ? Activation::kNone : args.activation;
 #pragma unroll 1
     for (int panel = 0; panel < C::kPanels; ++panel) {
       const int panel_col = col0 + panel * C::kPanel;
@@ -451,6 +456,7 @@ struct Epilogue {
       ptx::mbarrier_wait(saved_barrier(turn), next / 2 % 2);
 #pragma unroll 1
       for (int strip = 0; strip < C::kStripsPerPanel; ++strip) {
+        between();
         const int fragment = strip / C::kStripsAcross, across = strip % C::kStripsAcross;
         if (strip == C::kStripsPerPanel / 2 && panel + 1 < C::kPanels && leader()) {
           ptx::bulk_wait_read<0>();  // the last panel's stores, half a panel ago
@@ -463,13 +469,14 @@ struct Epilogue {
         if (activates) {
 #pragma unroll
           for (int i = 0; i < kValues / 2; ++i) widen_pair<T>(saved[i], v[2 * i], v[2 * i + 1]);
-          with_activation(recomputed, [&]<Activation A>() { activate<A, Result::k16Bit>(v); });
+          if (!args.saved_is_output) activate<A, Result::k16Bit>(v);
           uint32_t pairs[kValues / 2];
           round_strip(v, pairs);
           stage(saved_row, pairs, fragment, across);
         }
         take(acc, panel * C::kStripsPerPanel + strip, v, up);
-        with_activation(args.activation, [&]<Activation A>() { multiply_by_slope<A>(v, saved); });
+        multiply_by_slope<A>(v, saved);
+        between();
         uint32_t pairs[kValues / 2];
         round_strip(v, pairs);
         stage(saved_row + 2 * C::kBufferBytes, pairs, fragment, across);
@@ -486,15 +493,23 @@ struct Epilogue {
     }
   }
 
-  __device__ __forceinline__ void run(const Accumulators<C>& acc, int row0, int col0, int split) {
+  // `between` is called twice for every strip: what else this warpgroup has to do meanwhile.
+  template <class Between>
+  __device__ __forceinline__ void run(const Accumulators<C>& acc, int row0, int col0, int split, Between between) {
     if (row0 >= args.m) return;
-    if constexpr (C::kActGrad) {
-      if (args.all_tma) return run_act_grad(acc, row0, col0);
-    } else {
-      if (args.all_tma) {
-        const bool plain = !C::kGated && args.activation == Activation::kNone && args.pre.data == nullptr;
-        return plain ? run_plain(acc, row0, col0) : run_activated(acc, row0, col0);
+    if (args.all_tma) {
+      if constexpr (!C::kGated && !C::kActGrad) {
+        if (args.activation == Activation::kNone && args.pre.data == nullptr) {
+          return run_plain(acc, row0, col0, between);
+        }
       }
+      return with_activation(args.activation, [&]<Activation A>() {
+        if constexpr (C::kActGrad) {
+          run_act_grad<A>(acc, row0, col0, between);
+        } else {
+          run_activated<A>(acc, row0, col0, between);
+        }
+      });
     }
     run_any(acc, row0, col0, split);
   }

@@ -1,5 +1,6 @@
 // Which tile, cluster and order the Hopper GEMM uses: a pure function of the problem. Nothing here shapes a sum, except
-// `splits`, which must be 1 under a chunked policy and with fp16 accumulators.
+// `splits` under plain fp32: each range of K is one chain. Under a chunked policy a range is one chunk, and the sum is
+// the same with and without.
 #pragma once
 
 #include <algorithm>
@@ -38,7 +39,7 @@ struct GemmSm90Plan {
   Share share = Share::kNone;
   int group = 8;  // tiles along one dimension whose operands a wave keeps in L2
   bool group_along_n = false;
-  int splits = 1;  // ranges of K; 1 from the planner, until the split has been run on a device
+  int splits = 1;  // ranges of K, whose sums a second kernel adds in ascending order
 };
 
 // What a tile reaches and what its epilogue costs, in cycles per element of the tile (docs/gemm.md).
@@ -49,11 +50,11 @@ struct TileCost {
 constexpr TileCost tile_cost(TileSm90 tile) {
   switch (tile) {
     case TileSm90::kPing128x192:
-      return {0.90, 0.25, 0.9};
+      return {0.90, 0.25, 0.70};
     case TileSm90::kPing128x128:
       return {0.80, 0.25, 0.73};
     default:
-      return {0.885, 0.05, 0.22};
+      return {0.885, 0.05, 0.27};
   }
 }
 
@@ -68,34 +69,49 @@ inline double tile_cycles(TileSm90 tile, int64_t k_blocks, double activations) {
   return shape.schedule == Schedule::kPingpong ? std::max(products, (products + epilogue) / 2) : products + epilogue;
 }
 
+// Cycles of adding the sums of `splits` ranges: a second launch, and 8 bytes an element and range through L2.
+inline double reduce_cycles(double elements, int64_t splits) {
+  return splits == 1 ? 0 : 6000 + elements * double(8 * splits + 2) / 2500;
+}
+
 inline GemmSm90Plan plan_gemm_sm90(const GemmParams& p, int sms) {
   GemmSm90Plan plan;
   const bool gated = p.kind == EpilogueKind::kGated;
   const int64_t n_out = gated ? p.n / 2 : p.n;
-  const auto tiles = [&](TileSm90 tile) {
+  const bool cheap = p.activation == Activation::kNone || p.activation == Activation::kRelu;
+  const double activations = cheap ? 0 : gated ? 0.5 : 1;  // per element of the tile
+  const int64_t k_blocks = (p.k + 63) / 64;
+  const int64_t chunk_blocks = (p.accumulate.chunk + 63) / 64;
+
+  double best = 0;
+  const auto consider = [&](TileSm90 tile, int64_t blocks) {  // in each range of K
     const TileShape shape = tile_shape(tile);
     const int64_t out_n = gated ? shape.n / 2 : shape.n;
-    return ((p.m + shape.m - 1) / shape.m) * ((n_out + out_n - 1) / out_n);
+    const int64_t tiles = ((p.m + shape.m - 1) / shape.m) * ((n_out + out_n - 1) / out_n);
+    const int64_t splits = (k_blocks + blocks - 1) / blocks;
+    const int64_t waves = (tiles * splits + sms - 1) / sms;
+    // What leaves as fp32 sums has no activation.
+    const double cost = double(waves) * tile_cycles(tile, blocks, splits == 1 ? activations : 0) +
+                        reduce_cycles(double(p.m) * double(p.n), splits);
+    if (best != 0 && cost >= best) return;
+    best = cost;
+    plan.tile = tile;
+    plan.splits = int(splits);
   };
   if (p.accumulate.dtype == DType::kFloat16) {
     plan.tile = TileSm90::kCoop128x256;
   } else if (p.accumulate.chunk > 0) {
-    plan.tile = TileSm90::kCoop128x192;
+    consider(TileSm90::kCoop128x192, k_blocks);
+    if (chunk_blocks < k_blocks) consider(TileSm90::kCoop128x192, chunk_blocks);
   } else {
-    const bool cheap = p.activation == Activation::kNone || p.activation == Activation::kRelu;
-    const double activations = cheap ? 0 : gated ? 0.5 : 1;  // per element of the tile
-    double best = 0;
-    const int64_t k_blocks = (p.k + 63) / 64;
     for (const TileSm90 tile : {TileSm90::kPing128x192, TileSm90::kPing128x128, TileSm90::kCoop128x256}) {
-      const int64_t waves = (tiles(tile) + sms - 1) / sms;
-      const double cost = double(waves) * tile_cycles(tile, k_blocks, activations);
-      if (best == 0 || cost < best) {
-        best = cost;
-        plan.tile = tile;
+      for (const int64_t splits : {1, 2, 3, 4, 5, 6, 8}) {
+        const int64_t blocks = (k_blocks + splits - 1) / splits;
+        if (splits > 1 && blocks < 8) break;
+        consider(tile, blocks);
       }
     }
   }
-  plan.group = 8;
   return plan;
 }
 

@@ -77,8 +77,13 @@ ak::GemmPlan plan_of(const ak::GemmProblem& p) {
   plan.stages = 0;  // what shared memory holds
   plan.warps = 12;
   plan.cluster = sm90.share == ak::Share::kNone ? 1 : 2;
-  plan.split = sm90.splits, plan.split_len = p.k;
-  plan.reason = pingpong ? "TMA and WGMMA, two tiles in turns" : "TMA and WGMMA, one tile by two warpgroups";
+  plan.split = sm90.splits;
+  plan.split_len = sm90.splits == 1         ? p.k
+                   : p.accumulate.chunk > 0 ? p.accumulate.chunk
+                                            : ((p.k + 63) / 64 + sm90.splits - 1) / sm90.splits * 64;
+  plan.reason = sm90.splits > 1 ? "TMA and WGMMA, too few tiles: K split"
+                : pingpong      ? "TMA and WGMMA, two tiles in turns"
+                                : "TMA and WGMMA, one tile by two warpgroups";
   return plan;
 }
 
