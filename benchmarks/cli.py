@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from benchmarks import STARTED, suites
-from benchmarks.ops import DIRECTIONS, OPS
+from benchmarks.ops import DIRECTIONS, LAYOUTS, OPS, RESIDUAL
 from benchmarks.providers import PROVIDERS, Compile, Provider, find_provider
 from benchmarks.records import CsvWriter, Row, environment
 from benchmarks.roofs import Roof, Roofs
@@ -112,6 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="bf16", type=_names, help="of bf16, fp16, fp32; comma-separated")
     parser.add_argument("--shapes", type=_names, help="groups (see --list) or shapes such as 4096x4096x4096")
     parser.add_argument("--direction", choices=(*DIRECTIONS, "both"), default="both")
+    parser.add_argument("--layout", choices=LAYOUTS, default="contiguous", help="of the operations' first input")
+    parser.add_argument("--residual", action="store_true", help="layer_norm and rms_norm of x + residual, forward")
     parser.add_argument("--providers", type=_names, help="comma-separated; default: all that are installed")
     parser.add_argument("--accumulate", type=_names, help="policies of ours to measure, e.g. fp32,fp32/512,fp16/128")
     parser.add_argument("--compile-mode", default="default", choices=COMPILE_MODES, help="mode of torch.compile")
@@ -159,6 +161,12 @@ class Run:
         self.accumulates = _accumulates(options.accumulate) if options.accumulate else default
         Compile.mode = options.compile_mode
         self.environment = environment(self.device, options.commit)
+        self.layout: str = options.layout
+        self.residual: bool = options.residual
+        if self.residual and not set(self.suites) <= set(RESIDUAL):
+            raise ValueError(f"--residual is for {' and '.join(RESIDUAL)}, got {', '.join(self.suites)}")
+        if self.residual and options.direction == "bwd":
+            raise ValueError("--residual measures the forward alone, got --direction bwd")
         self.out: Path = options.out or Path("build/benchmarks") / self.environment.slug
         self.name: str | None = options.name
         self.budget = Budget.quick() if self.quick else Budget()
@@ -256,7 +264,16 @@ class Run:
         return OpRunner(self.device, providers, self.accumulates, self.budget, self.roofs)
 
     def _points(self, suite: str) -> list[Point]:
-        return suites.op_points(suite, self.device, self.dtypes, self.directions, self.shapes[suite], self.quick)
+        return suites.op_points(
+            suite,
+            self.device,
+            self.dtypes,
+            self.directions,
+            self.shapes[suite],
+            self.quick,
+            self.layout,
+            self.residual,
+        )
 
     def tasks(self) -> Iterator[Task]:
         """The run's steps in order. Suites that need more than operations are imported only when asked for."""

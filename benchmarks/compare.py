@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from benchmarks.ops import variant
 from benchmarks.records import Row, finite, read_rows
 
 # Times measured earlier on an H200 (torch 2.11, CUDA 13.0, driver 580.159), by another harness: what a run on such a
@@ -13,7 +14,7 @@ BASELINES = Path(__file__).resolve().parent / "baselines" / "h200.csv"
 
 
 def _key(row: Row) -> tuple[str, ...]:
-    return (row.op, row.shape, row.dtype, row.direction, row.provider, row.accumulate)
+    return (row.op, row.shape, row.dtype, row.direction, row.provider, row.accumulate, variant(row.op, row.setting))
 
 
 def _rows(paths: Iterable[Path]) -> dict[tuple[str, ...], Row]:
@@ -53,7 +54,7 @@ def ratios(first: Path, second: Path, within: float, above_us: float) -> tuple[l
         raise ValueError(f"no point above {above_us:g} µs in both {first} and {second}")
     found.sort(key=lambda item: -item[0])
     lines = [
-        f"{'ok  ' if off <= within else 'OFF '} {off:6.2%}  {a.speedup:.3f}x {b.speedup:.3f}x  {' '.join(_key(b))}"
+        f"{'ok  ' if off <= within else 'OFF '} {off:6.2%}  {a.speedup:.3f}x {b.speedup:.3f}x  {' '.join(filter(None, _key(b)))}"
         for off, a, b in found
     ]
     agree = sum(off <= within for off, _, _ in found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,6 +12,7 @@ from benchmarks import oracle
 
 Tensors = tuple[torch.Tensor, ...]
 DIRECTIONS = ("fwd", "bwd")
+LAYOUTS = ("contiguous", "misaligned", "strided")
 
 
 @dataclass(frozen=True)
@@ -25,17 +26,19 @@ class Op:
         traffic: Elements that a forward, and a backward, must move: each input read once, each output written once.
         terms: Length of the sums that the forward accumulates.
         roundings: Times an unfused forward, and its backward, rounds to the storage dtype on the way to a result.
+        residual: A norm of x + residual, the second input, that returns the sum, too; its forward alone is measured.
     """
 
     name: str
     axes: tuple[str, ...]
     setting: str
     make: Callable[[Sequence[int], torch.Generator], Tensors]
-    oracle: Callable[..., torch.Tensor]
+    oracle: Callable[..., torch.Tensor | Tensors]
     flops: Callable[[Sequence[int]], int]
     traffic: Callable[[Sequence[int], str], int]
     terms: Callable[[Sequence[int]], int]
     roundings: tuple[int, int]
+    residual: bool = False
 
     @property
     def is_gemm(self) -> bool:
@@ -66,6 +69,16 @@ def shape_name(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape))
 
 
+def place(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """A copy of a matrix in a layout of `LAYOUTS`: one element off an aligned base, or rows 8 elements further apart."""
+    rows, cols = tensor.shape
+    if layout == "misaligned":
+        return tensor.new_empty(rows * cols + 1)[1:].view(rows, cols).copy_(tensor)
+    if layout == "strided":
+        return tensor.new_empty(rows, cols + 8)[:, :cols].copy_(tensor)
+    return tensor.clone()
+
+
 def _randn(*size: int, generator: torch.Generator, scale: float = 1.0) -> torch.Tensor:
     return torch.randn(size, generator=generator, device=generator.device).mul_(scale)
 
@@ -90,10 +103,11 @@ def _mlp_inputs(shape: Sequence[int], g: torch.Generator) -> Tensors:
     )
 
 
-def _row_inputs(parameters: int) -> Callable[[Sequence[int], torch.Generator], Tensors]:
+def _row_inputs(parameters: int, matrices: int = 1) -> Callable[[Sequence[int], torch.Generator], Tensors]:
     def make(shape: Sequence[int], g: torch.Generator) -> Tensors:
         m, n = shape
-        return (_randn(m, n, generator=g), *(_randn(n, generator=g) for _ in range(parameters)))
+        operands = [_randn(m, n, generator=g) for _ in range(matrices)]
+        return (*operands, *(_randn(n, generator=g) for _ in range(parameters)))
 
     return make
 
@@ -119,11 +133,11 @@ def _mlp_traffic(shape: Sequence[int], direction: str) -> int:
     return 3 * m * k + m * h + 4 * h * k + h + k  # x, dy, saved h, both weights; dx and all parameter gradients
 
 
-def _row_traffic(parameters: int) -> Callable[[Sequence[int], str], int]:
+def _row_traffic(parameters: int, matrices: int = 1) -> Callable[[Sequence[int], str], int]:
     def traffic(shape: Sequence[int], direction: str) -> int:
         m, n = shape
         if direction == "fwd":
-            return 2 * m * n + parameters * n
+            return 2 * matrices * m * n + parameters * n
         return 3 * m * n + (1 + parameters) * n * bool(parameters)
 
     return traffic
@@ -213,4 +227,30 @@ OPS: dict[str, Op] = {
             (3, 4),
         ),
     )
+}
+
+
+def variant(op: str, setting: str) -> str:
+    """What a row's setting says beyond its operation's own: a layout or a residual. Empty for most rows."""
+    return "" if op not in OPS or setting in ("", OPS[op].setting) else setting
+
+
+# The same norms of x + residual.
+RESIDUAL: dict[str, Op] = {
+    "layer_norm": replace(
+        OPS["layer_norm"],
+        setting="weight, bias, residual",
+        make=_row_inputs(2, matrices=2),
+        oracle=lambda x, r, w, b: oracle.layer_norm(x, w, b, EPS, residual=r),
+        traffic=_row_traffic(2, matrices=2),
+        residual=True,
+    ),
+    "rms_norm": replace(
+        OPS["rms_norm"],
+        setting="weight, residual",
+        make=_row_inputs(1, matrices=2),
+        oracle=lambda x, r, w: oracle.rms_norm(x, w, EPS, residual=r),
+        traffic=_row_traffic(1, matrices=2),
+        residual=True,
+    ),
 }

@@ -31,13 +31,15 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     return reference.softmax(x)
 
 
-def layer_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, eps: float) -> torch.Tensor:
+def layer_norm(
+    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> torch.Tensor:
     from ampkernels import reference
 
-    return reference.layer_norm(x, x.shape[-1:], w, b, eps)  # type: ignore[no-any-return]
+    return reference.layer_norm(x, x.shape[-1:], w, b, eps, residual=residual)  # type: ignore[no-any-return]
 
 
-def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
     from ampkernels import reference
 
-    return reference.rms_norm(x, x.shape[-1:], w, eps)  # type: ignore[no-any-return]
+    return reference.rms_norm(x, x.shape[-1:], w, eps, residual=residual)  # type: ignore[no-any-return]

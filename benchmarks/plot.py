@@ -16,7 +16,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks.ops import OPS, shape_name
+from benchmarks.ops import OPS, shape_name, variant
 from benchmarks.records import Row, finite, read_rows
 from benchmarks.suites import GROUPS
 
@@ -119,6 +119,10 @@ def _shape(row: Row) -> tuple[int, ...]:
     return tuple(int(part) for part in row.shape.split("x"))
 
 
+def _is_op(row: Row) -> bool:
+    return row.op in OPS and not variant(row.op, row.setting)
+
+
 def _main_dtype(rows: Iterable[Row]) -> str | None:
     dtypes = [row.dtype for row in rows if row.median_us is not None and row.op in OPS]
     return max(sorted(set(dtypes)), key=dtypes.count, default=None)
@@ -128,7 +132,7 @@ def roofline(rows: list[Row]) -> Any:
     """Achieved rate over arithmetic intensity for GEMMs, over bytes moved for rows, under the run's own roofs."""
     dtype = _main_dtype(rows) or ""
     roofs = {(r.roof, r.dtype): r for r in rows if r.op == "roof"}
-    points = [r for r in rows if r.dtype == dtype and finite(r.median_us) and r.status == "ok" and r.op in OPS]
+    points = [r for r in rows if r.dtype == dtype and finite(r.median_us) and r.status == "ok" and _is_op(r)]
     if not points:
         return None
     figure, (left, *row_axes) = plt.subplots(1, 3, figsize=(16, 4.8), width_ratios=(1.3, 1, 1))
@@ -211,7 +215,8 @@ def _scatter(axes: Any, xs: Sequence[float], ys: Sequence[float], provider: str,
 def speedups(rows: list[Row], ops: Sequence[str]) -> Any:
     """Bars over eager, one panel per operation and direction, shapes along the axis; the dashed line is eager."""
     dtype = _main_dtype(r for r in rows if r.op in ops)
-    chosen = [r for r in rows if r.op in ops and r.dtype == dtype and finite(r.speedup) and r.status == "ok"]
+    chosen = [r for r in rows if r.op in ops and _is_op(r) and r.dtype == dtype]
+    chosen = [r for r in chosen if finite(r.speedup) and r.status == "ok"]
     chosen = [r for r in chosen if not (r.provider == "eager" and r.accumulate == "library")]
     panels = [(op, d) for op in ops for d in ("fwd", "bwd") if any(r.op == op and r.direction == d for r in chosen)]
     if not panels:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.ops import ACTIVATION, EPS, GATE, Op
+from benchmarks.ops import ACTIVATION, EPS, GATE, Op, Tensors
 
 Function = Callable[..., Any]  # tensors in, one tensor out
 
@@ -68,9 +68,9 @@ class Provider:
         self, op: Op, dtype: torch.dtype, direction: str, accumulates: Sequence[str], device: torch.device
     ) -> Iterator[Implementation]:
         """The ways this provider offers `op`: usually one. Raises Unsupported if there is none."""
-        method = getattr(self, op.name, None)
+        method = None if op.residual else getattr(self, op.name, None)
         if method is None:
-            raise Unsupported(f"{self.name} has no {op.name}")
+            raise Unsupported(f"{self.name} has no {op.name}{' with a residual' * op.residual}")
         yield method(dtype, direction)
 
 
@@ -99,6 +99,20 @@ def _eager_rms_norm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(x, x.shape[-1:], w, EPS)
 
 
+def _eager_layer_norm_residual(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Tensors:
+    total = x + r
+    return _eager_layer_norm(total, w, b), total
+
+
+def _eager_rms_norm_residual(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor) -> Tensors:
+    total = x + r
+    return _eager_rms_norm(total, w), total
+
+
+EAGER_RESIDUAL: dict[str, Function] = {
+    "layer_norm": _eager_layer_norm_residual,
+    "rms_norm": _eager_rms_norm_residual,
+}
 EAGER: dict[str, Function] = {
     "linear": _eager_linear,
     "gated_linear": _eager_gated_linear,
@@ -109,6 +123,10 @@ EAGER: dict[str, Function] = {
 }
 
 
+def eager(op: Op) -> Function:
+    return (EAGER_RESIDUAL if op.residual else EAGER)[op.name]
+
+
 class Eager(Provider):
     """Plain PyTorch; for fp16 GEMMs on CUDA also with fp16 accumulation, where a policy of ours asks for it."""
 
@@ -117,7 +135,7 @@ class Eager(Provider):
     def implementations(
         self, op: Op, dtype: torch.dtype, direction: str, accumulates: Sequence[str], device: torch.device
     ) -> Iterator[Implementation]:
-        yield Implementation(EAGER[op.name])
+        yield Implementation(eager(op))
         fp16_asked = any(a.partition("/")[0] == "fp16" for a in accumulates)
         fp16_possible = op.is_gemm and dtype is torch.float16 and device.type == "cuda" and direction == "fwd"
         if fp16_asked and fp16_possible:
@@ -156,7 +174,7 @@ class Compile(Provider):
         functorch_config.donated_buffer = False
         torch.compiler.reset()  # or the cache of specialisations fills up, and the compiler falls back to dynamic shapes
         mode = None if self.mode == "default" else self.mode
-        compiled = torch.compile(EAGER[op.name], dynamic=False, mode=mode)
+        compiled = torch.compile(eager(op), dynamic=False, mode=mode)
         yield Implementation(compiled, note=f"mode {self.mode}", variant="" if mode is None else mode)
 
 
@@ -379,6 +397,10 @@ class Ours(Provider):
 
         if op.name == "softmax":
             yield Implementation(lambda x: ak.softmax(x), accumulate="fp32")
+        elif op.residual:
+            yield Implementation(
+                lambda x, r, *w: getattr(ak, op.name)(x, x.shape[-1:], *w, eps=EPS, residual=r), accumulate="fp32"
+            )
         elif op.name == "layer_norm":
             yield Implementation(lambda x, w, b: ak.layer_norm(x, x.shape[-1:], w, b, EPS), accumulate="fp32")
         elif op.name == "rms_norm":

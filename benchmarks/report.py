@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.ops import OPS, shape_name
+from benchmarks.ops import OPS, shape_name, variant
 from benchmarks.plot import load
 from benchmarks.records import REPOSITORY, Row, csrc_digest, finite
 from benchmarks.suites import QUICK, QUICK_CPU
@@ -125,7 +125,9 @@ def _points(rows: Iterable[Row]) -> dict[tuple[str, ...], list[Row]]:
     points: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         if row.op in OPS and row.suite in OPS and finite(row.median_us):
-            points.setdefault((row.op, row.shape, row.direction, row.dtype), []).append(row)
+            extra = variant(row.op, row.setting)
+            shape = f"{row.shape}, {extra}" if extra else row.shape
+            points.setdefault((row.op, shape, row.direction, row.dtype), []).append(row)
     return points
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import errors
-from benchmarks.ops import OPS, Op, Tensors, shape_name
+from benchmarks.ops import OPS, RESIDUAL, Op, Tensors, place, shape_name
 from benchmarks.providers import Implementation, Provider, Unsupported
 from benchmarks.records import Row
 from benchmarks.roofs import Roof, Roofs
@@ -25,16 +25,31 @@ _MAX_SETS = {"cuda": 256, "cpu": 64}
 
 @dataclass(frozen=True)
 class Point:
-    """One place to measure: every provider computes this."""
+    """One place to measure: every provider computes this.
+
+    Attributes:
+        layout: Of the first input: one of `ops.LAYOUTS`.
+        residual: Norms: of x + residual.
+    """
 
     suite: str
     op: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     direction: str
+    layout: str = "contiguous"
+    residual: bool = False
 
     def __str__(self) -> str:
         return f"{self.op} {shape_name(self.shape)} {dtype_name(self.dtype)} {self.direction}"
+
+    @property
+    def operation(self) -> Op:
+        return (RESIDUAL if self.residual else OPS)[self.op]
+
+    @property
+    def setting(self) -> str:
+        return self.operation.setting + ("" if self.layout == "contiguous" else f", {self.layout}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -115,7 +130,7 @@ class OpRunner:
 
     def compile(self, point: Point) -> None:
         """Runs every provider once, to fill the compilers' caches on disk; measures nothing."""
-        op = OPS[point.op]
+        op = point.operation
         inputs = op.inputs(point.shape, point.dtype, self.device, seed=0)
         for candidate in self._candidates(point, op)[0]:
             try:
@@ -134,11 +149,11 @@ class OpRunner:
             accumulate=accumulate,
             direction=point.direction,
             provider=provider,
-            setting=OPS[point.op].setting,
+            setting=point.setting,
         )
 
     def _run(self, point: Point) -> list[Row]:
-        op = OPS[point.op]
+        op = point.operation
         candidates, rows = self._candidates(point, op)
         if not candidates:
             return rows
@@ -237,7 +252,8 @@ class OpRunner:
         count = max(2, math.ceil(cache_bytes(self.device) / max(size, 1)))
         if count > _MAX_SETS[self.device.type]:  # too small to leave the cache by any sensible number of sets
             count = 8
-        return [inputs] + [op.inputs(point.shape, point.dtype, self.device, seed) for seed in range(1, count)]
+        others = (op.inputs(point.shape, point.dtype, self.device, seed) for seed in range(1, count))
+        return [(place(first, point.layout), *rest) for first, *rest in (inputs, *others)]
 
     def _roof(self, op: Op, point: Point) -> tuple[str, float, Roof]:
         """The roof that bounds this point, and the least time it allows."""
@@ -282,8 +298,8 @@ class OpRunner:
 
     def _rank(self, timed: Sequence[tuple[_Candidate, Timing]]) -> None:
         right = sorted((c for c, _ in timed if c.row.status == "ok"), key=lambda c: c.row.median_us or math.inf)
-        for place, candidate in enumerate(right, 1):
-            candidate.row.rank = place
+        for rank, candidate in enumerate(right, 1):
+            candidate.row.rank = rank
 
 
 class _Check:
@@ -309,17 +325,19 @@ class _Check:
         if self.point.direction == "fwd":
             return None
         with torch.no_grad():
-            shape = self.op.oracle(*(t[:1] if i == 0 else t for i, t in enumerate(self.inputs))).shape
+            result = self.op.oracle(*(t[:1] if i == 0 else t for i, t in enumerate(self.inputs)))
+            shape = _outputs(result)[0].shape
         return _random_dy((self.point.shape[0], *shape[1:]), self.point.dtype, self.device, seed=-1)
 
     def _reference(self) -> list[torch.Tensor]:
         def pick(t: torch.Tensor) -> torch.Tensor:
             return t if self.rows is None else t[self.rows]
 
-        wide = [(pick(t) if i == 0 else t).detach().double() for i, t in enumerate(self.inputs)]
+        rows = 2 if self.op.residual else 1  # operands whose rows are those of the result
+        wide = [(pick(t) if i < rows else t).detach().double() for i, t in enumerate(self.inputs)]
         if self.dy is None:
             with torch.no_grad():
-                return [self.op.oracle(*wide)]
+                return _outputs(self.op.oracle(*wide))
         leaves = wide if self.rows is None else wide[:1]
         for leaf in leaves:
             leaf.requires_grad_()
@@ -327,7 +345,8 @@ class _Check:
 
     def results(self, implementation: Implementation) -> tuple[list[torch.Tensor], float | None]:
         """A fresh call's results and the MiB it allocated at its peak beyond its inputs (CUDA only)."""
-        tensors = [t.detach().clone() for t in self.inputs]
+        first, *rest = self.inputs
+        tensors = [place(first, self.point.layout), *(t.clone() for t in rest)]
         if implementation.prepare:
             tensors = list(implementation.prepare(tuple(tensors)))
         dy = None if self.dy is None else self.dy.clone()
@@ -343,7 +362,7 @@ class _Check:
             torch.cuda.synchronize(self.device)
             peak = (torch.cuda.max_memory_allocated(self.device) - before) / 2**20
         if self.rows is not None:
-            results = [results[0][self.rows]]
+            results = [r[self.rows] for r in (results if dy is None else results[:1])]
         return results, peak
 
     def _once(
@@ -351,7 +370,7 @@ class _Check:
     ) -> list[torch.Tensor]:
         if dy is None:
             with torch.no_grad():
-                return [implementation.call(*tensors)]
+                return _outputs(implementation.call(*tensors))
         leaves = [t.detach().requires_grad_() for t in tensors]
         return list(torch.autograd.grad(implementation.call(*leaves), leaves, dy))
 
@@ -364,6 +383,10 @@ class _Check:
         if self.point.direction == "bwd":
             terms = max(terms, self.point.shape[0])
         return errors.bound(self.point.dtype, roundings, terms, accumulate)
+
+
+def _outputs(result: torch.Tensor | Tensors) -> list[torch.Tensor]:
+    return [result] if isinstance(result, torch.Tensor) else list(result)
 
 
 def _random_dy(shape: Sequence[int], dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:

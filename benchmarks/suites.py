@@ -107,6 +107,8 @@ def op_points(
     directions: Sequence[str] = DIRECTIONS,
     shapes: Sequence[str] | None = None,
     quick: bool = False,
+    layout: str = "contiguous",
+    residual: bool = False,
 ) -> list[Point]:
     """The points of an operation's suite.
 
@@ -114,6 +116,8 @@ def op_points(
         shapes: Names of groups, and shapes such as `4096x4096x4096` (any, not only those of the suite); None for all
             that suit the device.
         quick: The few shapes of the quick set.
+        layout: Of the first input.
+        residual: Norms of x + residual; their forward alone.
 
     Raises:
         ValueError: A name in `shapes` is neither; the message lists the groups and their shapes.
@@ -123,8 +127,8 @@ def op_points(
     for shape, bwd in chosen.items():
         for dtype in dtypes:
             for direction in directions:
-                if direction == "fwd" or bwd:
-                    points.append(Point(op, op, shape, dtype, direction))
+                if direction == "fwd" or (bwd and not residual):
+                    points.append(Point(op, op, shape, dtype, direction, layout, residual))
     return points
 
 

@@ -42,7 +42,7 @@ class Budget:
 
     @classmethod
     def quick(cls) -> Budget:
-        return cls(min_rounds=9, cuda_point_s=0.15, call_loop_s=0.003, call_loops=3)
+        return cls(min_rounds=15, cuda_point_s=0.15, call_loop_s=0.003, call_loops=3)
 
 
 @dataclass

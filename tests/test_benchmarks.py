@@ -15,8 +15,17 @@ import torch
 pytest.importorskip("rich")
 
 from benchmarks import cli, errors, runner, suites, timing
-from benchmarks.ops import OPS
-from benchmarks.providers import EAGER, PROVIDERS, Eager, Implementation, Provider, Unsupported, find_provider
+from benchmarks.ops import LAYOUTS, OPS, RESIDUAL
+from benchmarks.providers import (
+    EAGER,
+    EAGER_RESIDUAL,
+    PROVIDERS,
+    Eager,
+    Implementation,
+    Provider,
+    Unsupported,
+    find_provider,
+)
 from benchmarks.records import COLUMNS, environment, read_rows
 from benchmarks.roofs import Roof, Roofs
 from benchmarks.runner import OpRunner, Point
@@ -207,6 +216,36 @@ def test_eager_is_right_on_every_operation(op, dtype, direction):
     assert row.status == "ok", row.reason
     assert row.rank == 1 and row.speedup == 1.0
     assert row.rel_l2 < 0.02 and row.error_over == "all results"
+
+
+@pytest.mark.parametrize("op", list(RESIDUAL))
+def test_a_norm_with_a_residual_has_two_results_that_are_checked(op):
+    def spoilt(name, *tensors):
+        y, total = EAGER_RESIDUAL[name](*tensors)
+        return y, total * 1.1
+
+    point = Point(op, op, (32, 48), torch.bfloat16, "fwd", residual=True)
+    rows = run(point, Eager(), find_provider("ampkernels"), Fake("spoilt", spoilt))
+    assert rows["eager"].status == rows["ampkernels"].status == "ok"
+    assert rows["spoilt"].status == "wrong" and rows["eager"].setting == RESIDUAL[op].setting
+    assert RESIDUAL[op].bytes((32, 48), torch.bfloat16, "fwd") == (4 * 32 * 48 + 48 * (2 - (op == "rms_norm"))) * 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_call_gets_its_rows_in_the_layout(layout):
+    seen = []
+
+    def call(op, x):
+        seen.append(x)
+        return EAGER[op](x)
+
+    row = run(Point("softmax", "softmax", (32, 48), torch.bfloat16, "fwd", layout), Fake("seen", call))["seen"]
+    assert row.status == "ok" and row.setting == OPS["softmax"].setting + f", {layout}" * (layout != "contiguous")
+    for x in seen:
+        if x.shape[0] == 32:  # not the row that the shape of the result is found from
+            assert x.stride() == ((56, 1) if layout == "strided" else (48, 1))
+            assert (x.data_ptr() % 16 == 2) == (layout == "misaligned")
+    assert seen
 
 
 def test_a_wrong_provider_is_reported_and_not_ranked():
@@ -435,6 +474,9 @@ def test_aliases_and_unknown_providers():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["softmax", "--residual"], "--residual is for layer_norm and rms_norm, got softmax"),
+        (["rms_norm", "--residual", "--direction", "bwd"], "--residual measures the forward alone"),
+        (["softmax", "--layout", "odd"], "contiguous"),
         (["lniear"], "unknown suite 'lniear'; valid: linear, gated_linear, mlp, softmax"),
         (["linear", "--providers", "cudnn"], "unknown provider 'cudnn'; valid: ampkernels, eager"),
         (
