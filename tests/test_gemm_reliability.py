@@ -9,6 +9,7 @@ import torch
 from cases import name, randn
 
 import ampkernels as ak
+from ampkernels import _plan
 
 LOW = [torch.bfloat16, torch.float16]
 PATHS = ["auto", "sm80"]  # mma.sync is what other architectures run
@@ -46,6 +47,38 @@ def test_the_same_bits_a_thousand_times(path, accumulate):
             other[: 1 << (10 + i % 11)].mul_(2)  # blocks do not always begin alike
         again = forward_and_backward(*args, activation="gelu", accumulate=accumulate)
         assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True)), f"repetition {i}"
+
+
+@pytest.mark.parametrize("rows", [128, 4096])
+@pytest.mark.parametrize("op", ["linear", "gated_linear", "mlp"])
+@pytest.mark.parametrize("accumulate", ["fp32", "fp32/512"])
+@pytest.mark.parametrize("dtype", LOW, ids=name)
+def test_k_is_split_where_the_tiles_are_few(cuda, dtype, accumulate, op, rows):
+    """128 rows: the forward, and mlp's gradient of the activation, sum over 4096; 4096 rows: the weights' gradients."""
+    m, n, k = rows, 192, 4096 if rows == 128 else 128
+    plan = _plan.gemm_plan_dict(*sorted((m, n, k)), arch=90, chunk=512 * (accumulate != "fp32"))
+    assert plan["split"] > 1
+    w1 = randn(n * (2 if op == "gated_linear" else 1), k, dtype=dtype, device=cuda, seed=1, scale=k**-0.5)
+    args = [randn(m, k, dtype=dtype, device=cuda), w1]
+    if op == "mlp":
+        args += [None, randn(k, n, dtype=dtype, device=cuda, seed=2, scale=n**-0.5)]
+    function = getattr(ak, op)
+
+    def run(path, operands):
+        assert torch.ops.ampkernels.set_gemm_path(path)
+        leaves = [t if t is None else t.detach().requires_grad_() for t in operands]
+        y = function(*leaves, accumulate=accumulate)
+        dy = randn(*y.shape, dtype=dtype, device=cuda, seed=3)
+        return [y.detach(), *torch.autograd.grad(y, [t for t in leaves if t is not None], dy)]
+
+    try:
+        once, again, other = run("auto", args), run("auto", args), run("sm80", args)
+    finally:
+        torch.ops.ampkernels.set_gemm_path("auto")
+    for a, b, c in zip(once, again, other, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c) or accumulate == "fp32"
+        assert (a.double() - c.double()).norm() <= 2.0**-7 * c.double().norm()
 
 
 @pytest.mark.parametrize("k", [16, 40, 64, 72, 128, 256])

@@ -77,7 +77,15 @@ def softmax() -> Iterator[Call]:
         yield f"softmax misaligned {dtype}", ak.softmax, (misaligned(dtype),), {}
 
 
-GEMM_SHAPES = [(1, 64, 256), (3, 17, 40), (70, 136, 520), (150, 264, 768), (300, 520, 1032), (257, 384, 200)]
+GEMM_SHAPES = [
+    (1, 64, 256),
+    (3, 17, 40),
+    (70, 136, 520),
+    (150, 264, 768),
+    (300, 520, 1032),
+    (257, 384, 200),
+    (128, 192, 2048),
+]
 
 
 def policies(dtype: torch.dtype) -> list[str]:
