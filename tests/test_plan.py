@@ -115,3 +115,11 @@ def test_unknown_names_are_refused():
         plan.gemm_plan(1, 1, 1, dtype="int8")
     with pytest.raises(ValueError, match="epilogue must be"):
         plan.gemm_plan(1, 1, 1, epilogue="softmax")
+
+
+def test_the_kernels_divide_exactly():
+    largest = 2**31 - 1
+    for divisor in [*range(1, 300), 1000, 12345, *(2**s + d for s in range(9, 31) for d in (-1, 0, 1)), largest]:
+        multiples = {k * divisor for k in (1, 2, 3, 1000, largest // divisor - 1, largest // divisor)}
+        numerators = sorted({n + d for n in (0, largest, *multiples) for d in (-1, 0, 1) if 0 <= n + d <= largest})
+        assert plan.quotients(numerators, divisor) == [n // divisor for n in numerators]

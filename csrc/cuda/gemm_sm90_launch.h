@@ -7,26 +7,12 @@
 #include <cstdint>
 
 #include "ampkernels/params.h"
+#include "plan/divisor.h"
 #include "plan/gemm_sm90_plan.h"
 
 namespace ampkernels::cuda::sm90 {
 
 enum class Chain : int32_t { kFp32 = 0, kFp32Chunked = 1, kFp16 = 2 };
-
-// Division of work items by a number that the host knows: a multiplication and a shift.
-struct Divisor {
-  uint32_t value = 1, magic = 0, shift = 0;
-
-  Divisor() = default;
-  // For 0 <= n < 2^31: n / value == (n * magic) >> (32 + shift), with magic = ceil(2^(32 + shift) / value).
-  explicit Divisor(uint32_t divisor) : value(divisor) {
-    while ((uint64_t(1) << (shift + 1)) < value) ++shift;
-    magic = value == 1 ? 0 : uint32_t(((uint64_t(1) << (32 + shift)) + value - 1) / value);
-  }
-  AK_HOST_DEVICE int32_t quotient(int32_t n) const {
-    return value == 1 ? n : int32_t((uint64_t(uint32_t(n)) * magic) >> 32 >> shift);
-  }
-};
 
 struct Schedule90 {
   int32_t items;            // tiles, or pairs of tiles, times splits

@@ -1,9 +1,12 @@
 // ampkernels._plan: the host-side planners in Python, for explain() and the tests. One add_* line for each planner.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <stdexcept>
 #include <string>
+#include <vector>
 
+#include "plan/divisor.h"
 #include "plan/gemm_plan.h"
 #include "plan/gemm_sm90_plan.h"
 #include "plan/gemm_small_plan.h"
@@ -138,6 +141,20 @@ void add_gemm_plan(py::module_& m) {
       "Of the Hopper kernel for 1 to 64 rows, whether or not it is taken.");
 }
 
+void add_divisor(py::module_& m) {
+  m.def(
+      "quotients",
+      [](const std::vector<int32_t>& numerators, uint32_t divisor) {
+        const ak::Divisor by(divisor);
+        std::vector<int32_t> found;
+        found.reserve(numerators.size());
+        for (const int32_t n : numerators) found.push_back(by.quotient(n));
+        return found;
+      },
+      py::arg("numerators"), py::arg("divisor"),
+      "numerators // divisor, 0 <= numerator < 2^31, as the kernels divide.");
+}
+
 void add_rows_plan(py::module_& m) {
   m.def(
       "rows_plan",
@@ -155,4 +172,5 @@ PYBIND11_MODULE(_plan, m) {
   m.doc() = "Which kernel runs, with what tile and split: pure functions of the problem.";
   add_gemm_plan(m);
   add_rows_plan(m);
+  add_divisor(m);
 }
