@@ -4,7 +4,7 @@ A function below is three things at once: the signature of the operator (as in c
 (shapes, dtypes and strides without data, for `torch.compile`), and, after `@_operator` has replaced it, the operator's
 `OpOverload` itself: calling it costs nothing on top of torch's dispatch.
 
-Outputs that were not asked for are empty tensors of shape (0,). Arguments are not checked here: `functional.py` does.
+Outputs that were not asked for are None. Arguments are not checked here: `functional.py` does.
 The operators have no autograd; the public way to them is `functional.py`, through `autograd/`.
 """
 
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import torch  # before _C: the extension resolves its symbols against torch's libraries
 from torch import Tensor
@@ -38,6 +38,7 @@ ACTIVATION_NUMBERS: dict[str | None, int] = {  # ampkernels::Activation in csrc/
 ACTIVATIONS: tuple[str | None, ...] = tuple(ACTIVATION_NUMBERS)
 NONE, RELU = ACTIVATION_NUMBERS[None], ACTIVATION_NUMBERS["relu"]
 
+Wanted: TypeAlias = Any  # a Tensor, or None where it was not asked for
 _Signature = TypeVar("_Signature", bound=Callable[..., Any])
 
 
@@ -62,11 +63,15 @@ def _missing(name: str) -> Callable[..., Any]:
     return raise_import_error
 
 
-def _wanted(like: Tensor, shape: torch.Size, dtype: torch.dtype | None) -> Tensor:
-    return like.new_empty((0,), dtype=torch.float32) if dtype is None else like.new_empty(shape, dtype=dtype)
+def _wanted(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None) -> Tensor | None:
+    return None if dtype is None else like.new_empty(shape, dtype=dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------- GEMM
+
+
+def _rows(tensor: Tensor) -> int:
+    return math.prod(tensor.shape[:-1])
 
 
 @_operator
@@ -79,9 +84,12 @@ def linear_fwd(
     chunk: int,
     out_dtype: torch.dtype,
     save_pre: bool,
-) -> tuple[Tensor, Tensor]:
-    m, n = input.shape[0], weight.shape[0]
-    return input.new_empty((m, n), dtype=out_dtype), input.new_empty((m, n) if save_pre else (0,))
+) -> tuple[Tensor, Wanted]:
+    n = weight.shape[0]
+    return (
+        input.new_empty((*input.shape[:-1], n), dtype=out_dtype),
+        input.new_empty((_rows(input), n)) if save_pre else None,
+    )
 
 
 @_operator
@@ -94,9 +102,12 @@ def gated_linear_fwd(
     chunk: int,
     out_dtype: torch.dtype,
     save_pre: bool,
-) -> tuple[Tensor, Tensor]:
-    m, n = input.shape[0], weight.shape[0]
-    return input.new_empty((m, n // 2), dtype=out_dtype), input.new_empty((m, n) if save_pre else (0,))
+) -> tuple[Tensor, Wanted]:
+    n = weight.shape[0]
+    return (
+        input.new_empty((*input.shape[:-1], n // 2), dtype=out_dtype),
+        input.new_empty((_rows(input), n)) if save_pre else None,
+    )
 
 
 @_operator
@@ -107,15 +118,17 @@ def linear_act_bwd(
     saved_is_output: bool,
     dpre_dtype: torch.dtype | None,
     dbias_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    return _wanted(dy, dy.shape, dpre_dtype), _wanted(dy, dy.shape[1:], dbias_dtype)
+) -> tuple[Wanted, Wanted]:
+    n = dy.shape[-1]
+    return _wanted(dy, dy.shape, dpre_dtype), _wanted(dy, (n,), dbias_dtype)
 
 
 @_operator
 def gated_linear_act_bwd(
     dy: Tensor, saved: Tensor, activation: int, dpre_dtype: torch.dtype | None, dbias_dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor]:
-    return _wanted(dy, saved.shape, dpre_dtype), _wanted(dy, saved.shape[1:], dbias_dtype)
+) -> tuple[Wanted, Wanted]:
+    n = 2 * dy.shape[-1]
+    return _wanted(dy, (*dy.shape[:-1], n), dpre_dtype), _wanted(dy, (n,), dbias_dtype)
 
 
 @_operator
@@ -129,17 +142,36 @@ def linear_dgrad(
     acc: torch.dtype,
     chunk: int,
     out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    m, k = dpre.shape[0], weight.shape[1]
-    return dpre.new_empty((m, k), dtype=out_dtype), dpre.new_empty((m, k) if want_act else (0,))
+) -> tuple[Tensor, Wanted]:
+    shape = (*dpre.shape[:-1], weight.shape[1])
+    return dpre.new_empty(shape, dtype=out_dtype), dpre.new_empty(shape) if want_act else None
 
 
 @_operator
-def linear_wgrad(
-    dpre: Tensor, input: Tensor, transposed: bool, acc: torch.dtype, chunk: int, out_dtype: torch.dtype
-) -> Tensor:
-    n, k = dpre.shape[1], input.shape[1]
-    return dpre.new_empty((k, n), dtype=out_dtype).t() if transposed else dpre.new_empty((n, k), dtype=out_dtype)
+def linear_bwd(
+    dy: Tensor,
+    input: Tensor | None,
+    weight: Tensor | None,
+    saved: Tensor | None,
+    activation: int,
+    gated: bool,
+    transposed: bool,
+    acc: torch.dtype,
+    chunk: int,
+    dinput_dtype: torch.dtype | None,
+    dweight_dtype: torch.dtype | None,
+    dbias_dtype: torch.dtype | None,
+) -> tuple[Wanted, Wanted, Wanted]:
+    n = 2 * dy.shape[-1] if gated else dy.shape[-1]
+    dinput = dweight = None
+    if dinput_dtype is not None:
+        assert weight is not None
+        dinput = dy.new_empty((*dy.shape[:-1], weight.shape[1]), dtype=dinput_dtype)
+    if dweight_dtype is not None:
+        assert input is not None
+        k = input.shape[-1]
+        dweight = dy.new_empty((k, n) if transposed else (n, k), dtype=dweight_dtype)
+    return dinput, dweight.t() if dweight is not None and transposed else dweight, _wanted(dy, (n,), dbias_dtype)
 
 
 @_operator
@@ -164,8 +196,10 @@ def softmax_bwd(
     return output.new_empty(output.shape, dtype=dinput_dtype)
 
 
-def _statistics(input: Tensor, ndim: int, wanted: bool) -> Tensor:
-    rows = math.prod(input.shape[: input.dim() - ndim]) if wanted else 0
+def _statistics(input: Tensor, ndim: int, wanted: bool) -> Tensor | None:
+    if not wanted:
+        return None
+    rows = math.prod(input.shape[: input.dim() - ndim])
     return input.new_empty((rows,), dtype=torch.float64 if input.dtype == torch.float64 else torch.float32)
 
 
@@ -179,10 +213,10 @@ def layer_norm_fwd(
     residual: Tensor | None,
     out_dtype: torch.dtype,
     save_stats: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Wanted, Wanted, Wanted]:
     return (
         input.new_empty(input.shape, dtype=out_dtype),
-        input.new_empty((0,), dtype=out_dtype) if residual is None else residual.new_empty(input.shape),
+        None if residual is None else residual.new_empty(input.shape),
         _statistics(input, ndim, save_stats),
         _statistics(input, ndim, save_stats),
     )
@@ -198,10 +232,10 @@ def rms_norm_fwd(
     residual: Tensor | None,
     out_dtype: torch.dtype,
     save_stats: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Wanted, Wanted]:
     return (
         input.new_empty(input.shape, dtype=out_dtype),
-        input.new_empty((0,), dtype=out_dtype) if residual is None else residual.new_empty(input.shape),
+        None if residual is None else residual.new_empty(input.shape),
         _statistics(input, ndim, save_stats),
     )
 
@@ -218,7 +252,7 @@ def layer_norm_bwd(
     dinput_dtype: torch.dtype | None,
     dweight_dtype: torch.dtype | None,
     dbias_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Wanted, Wanted, Wanted]:
     shape = saved.shape[saved.dim() - ndim :]
     return (
         _wanted(saved, saved.shape, dinput_dtype),
@@ -238,6 +272,6 @@ def rms_norm_bwd(
     weight_offset: float,
     dinput_dtype: torch.dtype | None,
     dweight_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Wanted, Wanted]:
     shape = saved.shape[saved.dim() - ndim :]
     return _wanted(saved, saved.shape, dinput_dtype), _wanted(saved, shape, dweight_dtype)

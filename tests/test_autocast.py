@@ -204,9 +204,9 @@ def test_backward_runs_in_forwards_autocast_state(device, op, amp, monkeypatch):
     """Report 87: whatever state surrounds the call of backward."""
     seen = []
     backward = {
-        "linear": "linear_wgrad",
-        "mlp": "linear_wgrad",
-        "gated_linear": "linear_wgrad",
+        "linear": "linear_bwd",
+        "mlp": "linear_bwd",
+        "gated_linear": "linear_bwd",
         "layer_norm": "layer_norm_bwd",
         "rms_norm": "rms_norm_bwd",
     }.get(op, "softmax_bwd")

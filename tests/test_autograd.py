@@ -136,7 +136,7 @@ x, w, pre, y = ((2, 3, 4), MINE), ((6, 4), MINE), ((6, 6), NEW), ((2, 3, 6), MIN
         (lambda *a: ak.linear(*a, activation="gelu"), (X, W, needing(B)), [pre]),
         (ak.gated_linear, (needing(X), needing(W), needing(B)), [x, w, pre]),
         (ak.mlp, (needing(X), needing(W), B, needing(W2), None), [x, w, pre, ((5, 6), MINE)]),
-        (ak.mlp, (X, W, B, needing(W2), None), [pre]),
+        (ak.mlp, (X, W, B, needing(W2), None), [((2, 3, 6), NEW)]),  # the hidden activations
         (ak.mlp, (needing(X), W, B, W2, None), [w, pre, ((5, 6), MINE)]),
         (ak.mlp, (X, W, B, W2, needing(normal(5))), []),
         (ak.softmax, (needing(X),), [x]),

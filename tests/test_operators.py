@@ -27,6 +27,8 @@ def samples(device):
             for out in (BF16, F32):
                 yield "linear_fwd", (x, w, bias, 2, *acc, out, save)
                 yield "gated_linear_fwd", (x, w, bias, 4, *acc, out, save)
+        yield "linear_fwd", (t(2, 3, 16, device=device), w, bias, 2, *acc, BF16, True)
+        yield "gated_linear_fwd", (t(16, device=device), w, bias, 4, *acc, BF16, True)
     yield "linear_fwd", (x.double(), w.double(), None, 2, *acc, torch.float64, True)
     for dpre in (None, BF16):
         for dbias in (None, F32):
@@ -39,7 +41,25 @@ def samples(device):
     yield "linear_dgrad", (dy, w, saved, 2, False, True, *acc, BF16)
     yield "linear_dgrad", (dy, w, saved, 1, True, False, *acc, F32)
     for transposed in (False, True):
-        yield "linear_wgrad", (dy, x, transposed, *acc, F32)
+        yield "linear_bwd", (dy, x, w, pre, 2, False, transposed, *acc, BF16, F32, F32)
+        yield (
+            "linear_bwd",
+            (
+                t(2, 3, 4, device=device),
+                t(2, 3, 16, device=device),
+                w,
+                pre[:1].expand(6, 8),
+                4,
+                True,
+                transposed,
+                *acc,
+                F32,
+                BF16,
+                None,
+            ),
+        )
+    yield "linear_bwd", (dy, None, w, None, 0, False, False, *acc, BF16, None, F32)
+    yield "linear_bwd", (dy, x, None, None, 0, False, False, *acc, None, BF16, None)
     yield "linear_wgrad_add", (t(8, 16, device=device, dtype=F32), dy, x, F32, 128)
     z = t(3, 4, 6, device=device)
     for dim in (0, 1, 2):

@@ -69,22 +69,5 @@ class _RaiseOnBackward(Function):
         raise RuntimeError(ctx.message)
 
 
-def rows(tensor: Tensor) -> Tensor:
-    """(…, K) as (M, K): a view wherever strides allow. `flatten` also knows M when the tensor is empty."""
-    ndim = tensor.dim()
-    if ndim == 2:
-        return tensor
-    return tensor.flatten(0, -2) if ndim > 2 else tensor.unsqueeze(0)
-
-
-def unrows(matrix: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `rows`: (M, N) with the leading dimensions of `like`.
-
-    The result is no view in autograd's eyes (hence `.data`, of a tensor that nobody else holds): a view made inside a
-    Function refuses in-place use, as in `nn.ReLU(inplace=True)` after a layer.
-    """
-    return matrix if like.dim() == 2 else matrix.view(*like.shape[:-1], matrix.shape[1]).data
-
-
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)

@@ -6,13 +6,13 @@ written once, straight from the accumulators, in the dtype of the input and of t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _ops
-from . import Grads, cast, functions, rows, unrows
+from . import Grads, cast, functions
 
 # ------------------------------------------------------------------------------------------------------ linear, gated
 
@@ -29,7 +29,7 @@ def linear_forward(
 ) -> Tensor:
     """linear without a graph; `dtype` is the one computed in."""
     x, w = cast(input, dtype), cast(weight, dtype)
-    return unrows(_ops.linear_fwd(rows(x), w, bias, activation, acc, chunk, out_dtype, False)[0], input)
+    return _ops.linear_fwd(x, w, bias, activation, acc, chunk, out_dtype, False)[0]
 
 
 def gated_linear_forward(
@@ -44,7 +44,25 @@ def gated_linear_forward(
 ) -> Tensor:
     """gated_linear without a graph."""
     x, w = cast(input, dtype), cast(weight, dtype)
-    return unrows(_ops.gated_linear_fwd(rows(x), w, bias, activation, acc, chunk, out_dtype, False)[0], input)
+    return _ops.gated_linear_fwd(x, w, bias, activation, acc, chunk, out_dtype, False)[0]
+
+
+class _Weight(NamedTuple):
+    """What backward needs to know of a weight for its gradient."""
+
+    dtype: torch.dtype
+    transposed: bool
+    main_grad: Tensor | None
+
+
+def _weight(weight: Tensor) -> _Weight:
+    main_grad = None if torch.compiler.is_compiling() else getattr(weight, "main_grad", None)
+    return _Weight(weight.dtype, is_transposed(weight), main_grad)
+
+
+def is_transposed(weight: Tensor) -> bool:
+    """Whether the parameter, and so its gradient, has strides (1, out); a layout with gaps gets a contiguous one."""
+    return not weight.is_contiguous() and weight.t().is_contiguous()
 
 
 def _save(
@@ -53,8 +71,8 @@ def _save(
     """x for dweight, w for dinput, and for the activation's derivative what forward kept of the pre-activation."""
     need_input, need_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x if need_weight else None, w if need_input else None, saved)
-    ctx.dtypes = (input.dtype, weight.dtype, None if bias is None else bias.dtype)
-    ctx.weight = _WeightGrad(weight)
+    ctx.dtypes = (input.dtype, None if bias is None else bias.dtype)
+    ctx.weight = _weight(weight)
 
 
 def _linear_function_forward(
@@ -70,33 +88,11 @@ def _linear_function_forward(
 ) -> Tensor:
     x, w = cast(input, dtype), cast(weight, dtype)
     save_pre = activation not in (_ops.NONE, _ops.RELU)
-    output, pre = _ops.linear_fwd(rows(x), w, bias, activation, acc, chunk, out_dtype, save_pre)
-    output = unrows(output, input)
+    output, pre = _ops.linear_fwd(x, w, bias, activation, acc, chunk, out_dtype, save_pre)
     # relu's derivative can be read off its output, which the next layer keeps anyway.
-    _save(ctx, input, weight, bias, x, w, pre if save_pre else output if activation == _ops.RELU else None)
-    ctx.policy = (activation, acc, chunk, dtype)
+    _save(ctx, input, weight, bias, x, w, output if activation == _ops.RELU else pre)
+    ctx.policy = (activation, False, acc, chunk)
     return output
-
-
-def _linear_function_backward(ctx: Any, dy: Tensor) -> Grads:
-    activation, _, _, dtype = ctx.policy
-    need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
-    x, w, saved = ctx.saved_tensors
-    dpre, dbias = rows(dy), None
-    fresh = activation != _ops.NONE or dy.dtype != dtype  # else dpre is dy
-    if fresh or need_bias:
-        relu = activation == _ops.RELU
-        new_dpre, dbias = _ops.linear_act_bwd(
-            dpre,
-            rows(saved) if relu else saved,
-            activation,
-            relu,
-            dtype if fresh and (need_input or need_weight) else None,
-            ctx.dtypes[2] if need_bias else None,
-        )
-        dpre = new_dpre if fresh else dpre
-    dinput, dweight = _matrix_grads(ctx, dy, dpre, x, w)
-    return dinput, dweight, dbias if need_bias else None, None, None, None, None, None
 
 
 def _gated_function_forward(
@@ -111,69 +107,84 @@ def _gated_function_forward(
     out_dtype: torch.dtype,
 ) -> Tensor:
     x, w = cast(input, dtype), cast(weight, dtype)
-    output, pre = _ops.gated_linear_fwd(rows(x), w, bias, activation, acc, chunk, out_dtype, True)
+    output, pre = _ops.gated_linear_fwd(x, w, bias, activation, acc, chunk, out_dtype, True)
     _save(ctx, input, weight, bias, x, w, pre)
-    ctx.policy = (activation, acc, chunk, dtype)
-    return unrows(output, input)
+    ctx.policy = (activation, True, acc, chunk)
+    return output
 
 
-def _gated_function_backward(ctx: Any, dy: Tensor) -> Grads:
-    activation, _, _, dtype = ctx.policy
+def _backward(ctx: Any, dy: Tensor) -> Grads:
+    """Of linear and of gated_linear."""
     need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
-    x, w, pre = ctx.saved_tensors
-    dpre, dbias = _ops.gated_linear_act_bwd(
-        rows(dy),
-        pre,
-        activation,
-        dtype if need_input or need_weight else None,
-        ctx.dtypes[2] if need_bias else None,
-    )
-    dinput, dweight = _matrix_grads(ctx, dy, dpre, x, w)
-    return dinput, dweight, dbias if need_bias else None, None, None, None, None, None
+    activation, gated, acc, chunk = ctx.policy
+    weight: _Weight = ctx.weight
+    x, w, saved = ctx.saved_tensors
+    input_dtype, bias_dtype = ctx.dtypes[0] if need_input else None, ctx.dtypes[1] if need_bias else None
+    if need_weight and weight.main_grad is not None:
+        # The gradient of the pre-activation is a tensor of its own: one of the products that read it is not linear_bwd's.
+        dpre, dbias = dy, None
+        fresh = gated or activation != _ops.NONE or dy.dtype != x.dtype  # else it is dy
+        if fresh or need_bias:
+            dtype = x.dtype if fresh else None
+            if gated:
+                new_dpre, dbias = _ops.gated_linear_act_bwd(dy, saved, activation, dtype, bias_dtype)
+            else:
+                relu = activation == _ops.RELU
+                new_dpre, dbias = _ops.linear_act_bwd(dy, saved, activation, relu, dtype, bias_dtype)
+            dpre = new_dpre if fresh else dy
+        dinput, dweight, _ = _plain_backward(dpre, x, w, weight, acc, chunk, input_dtype, True, None)
+    else:
+        weight_dtype = weight.dtype if need_weight else None
+        dinput, dweight, dbias = _ops.linear_bwd(
+            dy,
+            x,
+            w,
+            saved,
+            activation,
+            gated,
+            weight.transposed,
+            acc,
+            chunk,
+            input_dtype,
+            weight_dtype,
+            bias_dtype,
+        )
+    return dinput, dweight, dbias, None, None, None, None, None
 
 
-def _matrix_grads(
-    ctx: Any, dy: Tensor, dpre: Tensor, x: Tensor | None, w: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """(dinput, dweight) from the gradient of the pre-activation, in the dtypes of input and weight."""
-    need_input, need_weight = ctx.needs_input_grad[:2]
-    _, acc, chunk, _ = ctx.policy
-    dinput = dweight = None
-    if need_input:
-        assert w is not None
-        dinput = _ops.linear_dgrad(dpre, w, None, _ops.NONE, False, False, acc, chunk, ctx.dtypes[0])[0]
-        dinput = unrows(dinput, dy)
-    if need_weight:
+def _plain_backward(
+    dpre: Tensor,
+    x: Tensor | None,
+    w: Tensor | None,
+    weight: _Weight,
+    acc: torch.dtype,
+    chunk: int,
+    input_dtype: torch.dtype | None,
+    need_weight: bool,
+    bias_dtype: torch.dtype | None,
+) -> Grads:
+    """(dinput, dweight, dbias) of a linear without activation; dweight goes to `main_grad` where the weight has one."""
+    if need_weight and weight.main_grad is not None:
         assert x is not None
-        dweight = ctx.weight.of(dpre, rows(x), acc, chunk)
-    return dinput, dweight
+        _add_to_main_grad(weight.main_grad, dpre, x, acc, chunk)
+        need_weight = False
+    weight_dtype = weight.dtype if need_weight else None
+    return _ops.linear_bwd(
+        dpre, x, w, None, _ops.NONE, False, weight.transposed, acc, chunk, input_dtype, weight_dtype, bias_dtype
+    )
 
 
-class _WeightGrad:
-    """Where a weight's gradient goes: into `weight.main_grad` where there is one, else into a new tensor."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.main_grad: Tensor | None = None if torch.compiler.is_compiling() else getattr(weight, "main_grad", None)
-        self.dtype = weight.dtype
-        self.transposed = is_transposed(weight)
-
-    def of(self, dpre: Tensor, input: Tensor, acc: torch.dtype, chunk: int) -> Tensor | None:
-        if self.main_grad is None:
-            return _ops.linear_wgrad(dpre, input, self.transposed, acc, chunk, self.dtype)
-        if dpre.is_cuda and dpre.dtype in (torch.float16, torch.bfloat16):
-            _ops.linear_wgrad_add(self.main_grad, dpre, input, acc, chunk)
-        else:
-            self.main_grad += _ops.linear_wgrad(dpre, input, False, acc, chunk, self.main_grad.dtype)
-        return None
+def _add_to_main_grad(main_grad: Tensor, dpre: Tensor, x: Tensor, acc: torch.dtype, chunk: int) -> None:
+    if dpre.is_cuda and dpre.dtype in (torch.float16, torch.bfloat16):
+        _ops.linear_wgrad_add(main_grad, dpre, x, acc, chunk)
+    else:
+        main_grad += _ops.linear_bwd(
+            dpre, x, None, None, _ops.NONE, False, False, acc, chunk, None, main_grad.dtype, None
+        )[1]
 
 
-def is_transposed(weight: Tensor) -> bool:
-    """Whether the parameter, and so its gradient, has strides (1, out); a layout with gaps gets a contiguous one."""
-    return not weight.is_contiguous() and weight.t().is_contiguous()
-
-
-LINEAR = functions("linear", _linear_function_forward, _linear_function_backward)
-GATED_LINEAR = functions("gated_linear", _gated_function_forward, _gated_function_backward)
+LINEAR = functions("linear", _linear_function_forward, _backward)
+GATED_LINEAR = functions("gated_linear", _gated_function_forward, _backward)
 
 # ----------------------------------------------------------------------------------------------------------------- mlp
 
@@ -190,8 +201,8 @@ def mlp_forward(
     dtype: torch.dtype,
 ) -> Tensor:
     """mlp without a graph."""
-    hidden, _ = _ops.linear_fwd(rows(cast(input, dtype)), cast(w1, dtype), b1, activation, acc, chunk, dtype, False)
-    return unrows(_ops.linear_fwd(hidden, cast(w2, dtype), b2, _ops.NONE, acc, chunk, dtype, False)[0], input)
+    hidden, _ = _ops.linear_fwd(cast(input, dtype), cast(w1, dtype), b1, activation, acc, chunk, dtype, False)
+    return _ops.linear_fwd(hidden, cast(w2, dtype), b2, _ops.NONE, acc, chunk, dtype, False)[0]
 
 
 def _mlp_function_forward(
@@ -212,7 +223,7 @@ def _mlp_function_forward(
     # One tensor of the hidden layer is kept: the pre-activation, from which backward's first GEMM also makes the hidden
     # activations again; or those themselves, where they tell the derivative (relu) or where no derivative is needed.
     save_pre = need_first and activation not in (_ops.NONE, _ops.RELU)
-    hidden, pre = _ops.linear_fwd(rows(x), w1_cast, b1, activation, acc, chunk, dtype, save_pre)
+    hidden, pre = _ops.linear_fwd(x, w1_cast, b1, activation, acc, chunk, dtype, save_pre)
     output, _ = _ops.linear_fwd(hidden, w2_cast, b2, _ops.NONE, acc, chunk, dtype, False)
     keep_hidden = need_w2 or (need_first and activation == _ops.RELU)
     ctx.save_for_backward(
@@ -224,8 +235,8 @@ def _mlp_function_forward(
     ctx.saved_pre = save_pre
     ctx.policy = (activation, acc, chunk, dtype)
     ctx.dtypes = tuple(None if t is None else t.dtype for t in (input, b1, b2))
-    ctx.weights = (_WeightGrad(w1), _WeightGrad(w2))
-    return unrows(output, input)
+    ctx.weights = (_weight(w1), _weight(w2))
+    return output
 
 
 def _mlp_function_backward(ctx: Any, dy: Tensor) -> Grads:
@@ -233,13 +244,11 @@ def _mlp_function_backward(ctx: Any, dy: Tensor) -> Grads:
     input_dtype, b1_dtype, b2_dtype = ctx.dtypes
     need_input, need_w1, need_b1, need_w2, need_b2 = ctx.needs_input_grad[:5]
     x, w1, w2, saved = ctx.saved_tensors
-    dinput = dw1 = db1 = dw2 = db2 = None
-    dout, hidden = rows(dy), saved
-    if need_b2:
-        _, db2 = _ops.linear_act_bwd(dout, None, _ops.NONE, False, None, b2_dtype)
+    dinput = dw1 = db1 = None
+    hidden = saved
     if need_input or need_w1 or need_b1:
         dpre, activated = _ops.linear_dgrad(
-            dout,
+            dy,
             w2,
             None if activation == _ops.NONE else saved,
             activation,
@@ -250,15 +259,10 @@ def _mlp_function_backward(ctx: Any, dy: Tensor) -> Grads:
             dtype,
         )
         hidden = activated if ctx.saved_pre else saved
-        if need_b1:
-            _, db1 = _ops.linear_act_bwd(dpre, None, _ops.NONE, False, None, b1_dtype)
-        if need_w1:
-            dw1 = ctx.weights[0].of(dpre, rows(x), acc, chunk)
-        if need_input:
-            dinput = _ops.linear_dgrad(dpre, w1, None, _ops.NONE, False, False, acc, chunk, input_dtype)[0]
-            dinput = unrows(dinput, dy)
-    if need_w2:
-        dw2 = ctx.weights[1].of(dout, hidden, acc, chunk)
+        first = (input_dtype if need_input else None, need_w1, b1_dtype if need_b1 else None)
+        dinput, dw1, db1 = _plain_backward(dpre, x, w1, ctx.weights[0], acc, chunk, *first)
+    second = (None, need_w2, b2_dtype if need_b2 else None)
+    _, dw2, db2 = _plain_backward(dy, hidden, None, ctx.weights[1], acc, chunk, *second)
     return dinput, dw1, db1, dw2, db2, None, None, None, None
 
 

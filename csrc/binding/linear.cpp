@@ -19,11 +19,49 @@ bool is_16bit(ScalarType t) {
   return t == ScalarType::Half || t == ScalarType::BFloat16;
 }
 
-Tensor transposed(const Tensor& t) {
-  int64_t sizes[2] = {t.size(1), t.size(0)}, strides[2] = {t.stride(1), t.stride(0)};
+// The same memory with other sizes and strides, without the dispatcher: no view in autograd's eyes.
+Tensor reinterpret(const Tensor& t, const int64_t* sizes, const int64_t* strides, int64_t ndim) {
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_as_strided(t.get(), sizes, strides, &handle));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(t.get(), ndim, sizes, strides, 0, &handle));
   return Tensor(handle);
+}
+
+Tensor transposed(const Tensor& t) {
+  const int64_t sizes[2] = {t.size(1), t.size(0)}, strides[2] = {t.stride(1), t.stride(0)};
+  return reinterpret(t, sizes, strides, 2);
+}
+
+// (…, K) as (M, K), and (K,) as (1, K); of a contiguous copy where no one stride walks through the rows.
+Tensor matrix(const Tensor& t) {
+  const int64_t ndim = t.dim();
+  if (ndim == 2) return t;
+  const int64_t k = t.size(ndim - 1);
+  int64_t m = 1, stride = k;
+  bool fits = true;
+  for (int64_t i = 0; i < ndim - 1; ++i) {
+    const int64_t size = t.size(i);
+    if (size == 1) continue;
+    fits = fits && (m == 1 || stride == size * t.stride(i));
+    m *= size;
+    stride = t.stride(i);
+  }
+  const int64_t sizes[2] = {m, k}, strides[2] = {fits ? stride : k, fits ? t.stride(ndim - 1) : 1};
+  return reinterpret(fits ? t : torch::stable::contiguous(t), sizes, strides, 2);
+}
+
+// The inverse, for a contiguous result: (M, N) with the leading dimensions of `like`.
+Tensor unmatrix(const Tensor& t, const Tensor& like) {
+  const int64_t ndim = like.dim();
+  if (ndim == 2) return t;
+  std::array<int64_t, 64> sizes{}, strides{};
+  STD_TORCH_CHECK(ndim <= 64, "a tensor of more than 64 dimensions");
+  int64_t stride = 1;
+  for (int64_t i = ndim - 1; i >= 0; --i) {
+    sizes[i] = i == ndim - 1 ? t.size(1) : like.size(i);
+    strides[i] = stride;
+    stride *= sizes[i] > 1 ? sizes[i] : 1;
+  }
+  return reinterpret(t, sizes.data(), strides.data(), ndim);
 }
 
 // ---------------------------------------------------------------------------------------------- elementwise, any
@@ -168,22 +206,21 @@ LinearResult linear_by_library(const Tensor& input, const Tensor& weight, const 
     auto r =
         linear_by_library(torch::stable::to(input, ScalarType::Float), torch::stable::to(weight, ScalarType::Float),
                           bias, activation, gated, out_dtype, save_pre);
-    r.pre = save_pre ? torch::stable::to(r.pre, dtype) : not_wanted(input, dtype);
+    if (save_pre) r.pre = torch::stable::to(r.pre, dtype);
     return r;
   }
   const bool by_onednn = input.is_cpu() && onednn_takes(dtype) && m > 0 && n > 0 && input.size(1) > 0;
   if (by_onednn && !save_pre && !gated && out_dtype == dtype)
-    if (const auto act = onednn_activation(activation))
-      return {onednn(input, weight, bias, *act), not_wanted(input, dtype)};
+    if (const auto act = onednn_activation(activation)) return {onednn(input, weight, bias, *act), Tensor()};
 
   Tensor product = by_onednn ? onednn(input, weight, bias, {"none", ""}) : empty_contiguous(input, dtype, {m, n});
   if (!by_onednn) library_mm(input, transposed(weight), product);
   const OptTensor bias_left = by_onednn ? std::nullopt : bias;  // what act_fwd still has to add
   if (activation == Activation::kNone && !gated && !bias_left && out_dtype == dtype && !save_pre)
-    return {product, not_wanted(input, dtype)};
+    return {product, Tensor()};
   Tensor output = empty_contiguous(input, out_dtype, {m, gated ? n / 2 : n});
   activate(product, bias_left, activation, gated, output, save_pre && bias_left ? &product : nullptr);
-  return {output, save_pre ? product : not_wanted(input, dtype)};
+  return {output, save_pre ? product : Tensor()};
 }
 
 // -----------------------------------------------------------------------------------------------------------------
@@ -264,7 +301,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& input, const Tensor& weight, co
       return {torch::stable::to(output, ScalarType::Double), pre};
     }
     Tensor output = empty_contiguous(input, out_dtype, {m, gated ? n / 2 : n});
-    Tensor pre = save_pre ? empty_contiguous(input, dtype, {m, n}) : not_wanted(input, dtype);
+    Tensor pre = save_pre ? empty_contiguous(input, dtype, {m, n}) : Tensor();
     Holder a_holder, b_holder;
     GemmParams p = gemm_params(m, n, k, dtype, acc, chunk);
     p.a = gemm_operand(input, 0, a_holder);
@@ -286,13 +323,15 @@ std::tuple<Tensor, Tensor> forward(const Tensor& input, const Tensor& weight, co
 
 std::tuple<Tensor, Tensor> linear_fwd(const Tensor& input, const Tensor& weight, OptTensor bias, int64_t activation,
                                       ScalarType acc, int64_t chunk, ScalarType out_dtype, bool save_pre) {
-  return forward(input, weight, bias, activation, false, acc, chunk, out_dtype, save_pre);
+  auto [output, pre] = forward(matrix(input), weight, bias, activation, false, acc, chunk, out_dtype, save_pre);
+  return {unmatrix(output, input), pre};
 }
 
 std::tuple<Tensor, Tensor> gated_linear_fwd(const Tensor& input, const Tensor& weight, OptTensor bias,
                                             int64_t activation, ScalarType acc, int64_t chunk, ScalarType out_dtype,
                                             bool save_pre) {
-  return forward(input, weight, bias, activation, true, acc, chunk, out_dtype, save_pre);
+  auto [output, pre] = forward(matrix(input), weight, bias, activation, true, acc, chunk, out_dtype, save_pre);
+  return {unmatrix(output, input), pre};
 }
 
 // -------------------------------------------------------------------------------------------------------------
@@ -305,8 +344,8 @@ std::tuple<Tensor, Tensor> act_bwd(const Tensor& dy, const OptTensor& saved, Act
     return act_bwd(torch::stable::to(dy, ScalarType::Double), saved, activation, gated, saved_is_output, dpre_dtype,
                    dbias_dtype);
   const int64_t m = dy.size(0), n = gated ? 2 * dy.size(1) : dy.size(1);
-  Tensor dpre = dpre_dtype ? empty_contiguous(dy, *dpre_dtype, {m, n}) : not_wanted(dy, ScalarType::Float);
-  Tensor dbias = dbias_dtype ? empty_contiguous(dy, *dbias_dtype, {n}) : not_wanted(dy, ScalarType::Float);
+  Tensor dpre = dpre_dtype ? empty_contiguous(dy, *dpre_dtype, {m, n}) : Tensor();
+  Tensor dbias = dbias_dtype ? empty_contiguous(dy, *dbias_dtype, {n}) : Tensor();
   if (m == 0 || n == 0) {
     if (dbias_dtype) torch::stable::zero_(dbias);
     return {dpre, dbias};
@@ -328,27 +367,31 @@ std::tuple<Tensor, Tensor> act_bwd(const Tensor& dy, const OptTensor& saved, Act
 
 std::tuple<Tensor, Tensor> linear_act_bwd(const Tensor& dy, OptTensor saved, int64_t activation, bool saved_is_output,
                                           OptDtype dpre_dtype, OptDtype dbias_dtype) {
-  return act_bwd(dy, saved, Activation(activation), false, saved_is_output, dpre_dtype, dbias_dtype);
+  if (saved) saved = matrix(*saved);
+  auto [dpre, dbias] =
+      act_bwd(matrix(dy), saved, Activation(activation), false, saved_is_output, dpre_dtype, dbias_dtype);
+  return {dpre_dtype ? unmatrix(dpre, dy) : dpre, dbias};
 }
 
 std::tuple<Tensor, Tensor> gated_linear_act_bwd(const Tensor& dy, const Tensor& saved, int64_t activation,
                                                 OptDtype dpre_dtype, OptDtype dbias_dtype) {
-  return act_bwd(dy, saved, Activation(activation), true, false, dpre_dtype, dbias_dtype);
+  auto [dpre, dbias] = act_bwd(matrix(dy), saved, Activation(activation), true, false, dpre_dtype, dbias_dtype);
+  return {dpre_dtype ? unmatrix(dpre, dy) : dpre, dbias};
 }
 
-std::tuple<Tensor, Tensor> linear_dgrad(const Tensor& dpre, const Tensor& weight, OptTensor saved, int64_t activation,
-                                        bool saved_is_output, bool want_act, ScalarType acc, int64_t chunk,
-                                        ScalarType out_dtype) {
+std::tuple<Tensor, Tensor> dgrad(const Tensor& dpre, const Tensor& weight, const OptTensor& saved, int64_t activation,
+                                 bool saved_is_output, bool want_act, ScalarType acc, int64_t chunk,
+                                 ScalarType out_dtype) {
   const int64_t m = dpre.size(0), n = weight.size(1), k = dpre.size(1);
   const ScalarType dtype = dpre.scalar_type();
   if (by_gemm(dpre, acc, chunk, m, n, k)) {
     if (out_dtype == ScalarType::Double) {
       auto [wide, act] =
-          linear_dgrad(dpre, weight, saved, activation, saved_is_output, want_act, acc, chunk, ScalarType::Float);
+          dgrad(dpre, weight, saved, activation, saved_is_output, want_act, acc, chunk, ScalarType::Float);
       return {torch::stable::to(wide, ScalarType::Double), act};
     }
     Tensor dinput = empty_contiguous(dpre, out_dtype, {m, n});
-    Tensor act_out = want_act ? empty_contiguous(dpre, dtype, {m, n}) : not_wanted(dpre, dtype);
+    Tensor act_out = want_act ? empty_contiguous(dpre, dtype, {m, n}) : Tensor();
     Holder a_holder, b_holder;
     GemmParams p = gemm_params(m, n, k, dtype, acc, chunk);
     p.a = gemm_operand(dpre, 0, a_holder);
@@ -370,7 +413,7 @@ std::tuple<Tensor, Tensor> linear_dgrad(const Tensor& dpre, const Tensor& weight
   }
   Tensor dinput = empty_contiguous(dpre, dtype, {m, n});
   library_mm(dpre, weight, dinput);
-  Tensor act_out = not_wanted(dpre, dtype);
+  Tensor act_out = Tensor();
   if (saved) {
     if (want_act) {
       act_out = empty_contiguous(dpre, dtype, {m, n});
@@ -396,10 +439,10 @@ void run_wgrad(const Tensor& a, const Tensor& b, const Tensor& out, ScalarType a
   run_gemm(p, a, "linear backward");
 }
 
-Tensor linear_wgrad(const Tensor& dpre, const Tensor& input, bool transposed_out, ScalarType acc, int64_t chunk,
-                    ScalarType out_dtype) {
+Tensor wgrad(const Tensor& dpre, const Tensor& input, bool transposed_out, ScalarType acc, int64_t chunk,
+             ScalarType out_dtype) {
   if (out_dtype == ScalarType::Double && is_16bit(dpre.scalar_type()))
-    return torch::stable::to(linear_wgrad(dpre, input, transposed_out, acc, chunk, ScalarType::Float), out_dtype);
+    return torch::stable::to(wgrad(dpre, input, transposed_out, acc, chunk, ScalarType::Float), out_dtype);
   // transposed_out: dweight^T = input^T @ dpre, laid out row by row, is dweight with strides (1, N).
   const Tensor& a = transposed_out ? input : dpre;
   const Tensor& b = transposed_out ? dpre : input;
@@ -419,7 +462,42 @@ Tensor linear_wgrad(const Tensor& dpre, const Tensor& input, bool transposed_out
   return transposed_out ? transposed(dweight) : dweight;
 }
 
-void linear_wgrad_add(Tensor grad, const Tensor& dpre, const Tensor& input, ScalarType acc, int64_t chunk) {
+std::tuple<Tensor, Tensor> linear_dgrad(const Tensor& dpre, const Tensor& weight, OptTensor saved, int64_t activation,
+                                        bool saved_is_output, bool want_act, ScalarType acc, int64_t chunk,
+                                        ScalarType out_dtype) {
+  if (saved) saved = matrix(*saved);
+  auto [dinput, act_out] =
+      dgrad(matrix(dpre), weight, saved, activation, saved_is_output, want_act, acc, chunk, out_dtype);
+  return {unmatrix(dinput, dpre), saved && want_act ? unmatrix(act_out, dpre) : Tensor()};
+}
+
+std::tuple<Tensor, Tensor, Tensor> linear_bwd(const Tensor& dy, OptTensor input, OptTensor weight, OptTensor saved,
+                                              int64_t activation, bool gated, bool transposed, ScalarType acc,
+                                              int64_t chunk, OptDtype dinput_dtype, OptDtype dweight_dtype,
+                                              OptDtype dbias_dtype) {
+  const auto act = Activation(activation);
+  const bool none = act == Activation::kNone && !gated;
+  const OptTensor& operand = dinput_dtype ? weight : input;
+  const ScalarType dtype = operand ? operand->scalar_type() : dy.scalar_type();  // the one computed in
+  Tensor dinput, dweight, dbias, dpre = matrix(dy);
+  const bool fresh = (dinput_dtype || dweight_dtype) && (!none || dy.scalar_type() != dtype);  // else dpre is dy
+  if (fresh || dbias_dtype) {
+    if (saved) saved = matrix(*saved);
+    Tensor new_dpre;
+    std::tie(new_dpre, dbias) = act_bwd(dpre, saved, act, gated, !gated && act == Activation::kRelu,
+                                        fresh ? OptDtype(dtype) : std::nullopt, dbias_dtype);
+    if (fresh) dpre = new_dpre;
+  }
+  if (dinput_dtype) {
+    dinput = std::get<0>(dgrad(dpre, *weight, std::nullopt, 0, false, false, acc, chunk, *dinput_dtype));
+    dinput = unmatrix(dinput, dy);
+  }
+  if (dweight_dtype) dweight = wgrad(dpre, matrix(*input), transposed, acc, chunk, *dweight_dtype);
+  return {dinput, dweight, dbias};
+}
+
+void linear_wgrad_add(Tensor grad, const Tensor& dpre_rows, const Tensor& input_rows, ScalarType acc, int64_t chunk) {
+  const Tensor dpre = matrix(dpre_rows), input = matrix(input_rows);
   const int64_t m = dpre.size(1), n = input.size(1), k = dpre.size(0);
   if (m == 0 || n == 0 || k == 0) return;
   STD_TORCH_CHECK(by_gemm(dpre, acc, chunk, m, n, k), "linear_wgrad_add: a library computes this product");
@@ -452,7 +530,7 @@ Tensor emulate_linear(const Tensor& input, const Tensor& weight, OptTensor bias,
   m.impl("linear_act_bwd", TORCH_BOX(&linear_act_bwd));             \
   m.impl("gated_linear_act_bwd", TORCH_BOX(&gated_linear_act_bwd)); \
   m.impl("linear_dgrad", TORCH_BOX(&linear_dgrad));                 \
-  m.impl("linear_wgrad", TORCH_BOX(&linear_wgrad));                 \
+  m.impl("linear_bwd", TORCH_BOX(&linear_bwd));                     \
   m.impl("linear_wgrad_add", TORCH_BOX(&linear_wgrad_add))
 
 STABLE_TORCH_LIBRARY_IMPL(ampkernels, CPU, m) {

@@ -80,9 +80,9 @@ NormFwdResult norm_fwd(bool rms, const Tensor& input, int64_t ndim, const OptTen
   p.weight_offset = weight_offset;
 
   NormFwdResult r{empty_contiguous_like(input, out_dtype),
-                  residual ? empty_contiguous_like(input, residual->scalar_type()) : not_wanted(input, out_dtype),
-                  empty_contiguous(input, stats, {save_stats && !rms ? p.rows : 0}),
-                  empty_contiguous(input, stats, {save_stats ? p.rows : 0})};
+                  residual ? empty_contiguous_like(input, residual->scalar_type()) : Tensor(),
+                  save_stats && !rms ? empty_contiguous(input, stats, {p.rows}) : Tensor(),
+                  save_stats ? empty_contiguous(input, stats, {p.rows}) : Tensor()};
   Holder x_holder, residual_holder, weight_holder, bias_holder;
   p.x = rows_in(input, col_begin, col_end, x_holder, op);
   p.y = rows_out(r.output, col_begin, col_end, op);
@@ -134,13 +134,13 @@ NormBwdResult norm_bwd(bool rms, const Tensor& dy, const OptTensor& dsum, const 
   p.rstd = rstd.const_data_ptr();
 
   auto parameter_grad = [&](OptDtype dtype) {
-    if (!dtype) return not_wanted(saved, ScalarType::Float);
+    if (!dtype) return Tensor();
     Tensor grad = empty_contiguous(saved, *dtype, saved.sizes().data() + col_begin, ndim);
     if (p.rows == 0) torch::stable::zero_(grad);  // a sum of nothing
     return grad;
   };
-  NormBwdResult r{dinput_dtype ? empty_contiguous_like(saved, *dinput_dtype) : not_wanted(saved, ScalarType::Float),
-                  parameter_grad(dweight_dtype), parameter_grad(dbias_dtype)};
+  NormBwdResult r{dinput_dtype ? empty_contiguous_like(saved, *dinput_dtype) : Tensor(), parameter_grad(dweight_dtype),
+                  parameter_grad(dbias_dtype)};
   if (p.rows == 0 || p.cols == 0) return r;
 
   Holder dy_holder, s_holder, dsum_holder, weight_holder;

@@ -1,7 +1,8 @@
 // The private operators, torch.ops.ampkernels.*: one schema each, implemented for CPU and CUDA under the same name in
 // linear.cpp, softmax.cpp and norm.cpp. Functional: each allocates what it returns and changes no argument. Outputs
-// that were not asked for come back as empty tensors of shape (0,). The public way in is ampkernels/functional.py.
+// that were not asked for are undefined tensors, None in Python. The public way in is ampkernels/functional.py.
 //
+// A linear's operands may have any rank from 1, written (…, K) here; M is the number of their rows.
 // `activation` is ampkernels::Activation; (acc, chunk) is ampkernels::Accumulate, chunk 0 = the library's choice.
 // A missing optional dtype means "this output is not wanted".
 #include <Python.h>
@@ -9,32 +10,36 @@
 #include "torch_api.h"
 
 STABLE_TORCH_LIBRARY(ampkernels, m) {
-  // input (M, K), weight (N, K), bias (N,) -> output (M, N), pre (M, N)
+  // input (…, K), weight (N, K), bias (N,) -> output (…, N), pre (M, N)
   m.def(
       "linear_fwd(Tensor input, Tensor weight, Tensor? bias, int activation, ScalarType acc, int chunk, "
       "ScalarType out_dtype, bool save_pre) -> (Tensor output, Tensor pre)");
-  // weight (2F, K): rows [0, F) gate, [F, 2F) up -> output (M, F), pre (M, 2F)
+  // weight (2F, K): rows [0, F) gate, [F, 2F) up -> output (…, F), pre (M, 2F)
   m.def(
       "gated_linear_fwd(Tensor input, Tensor weight, Tensor? bias, int activation, ScalarType acc, int chunk, "
       "ScalarType out_dtype, bool save_pre) -> (Tensor output, Tensor pre)");
-  // dpre = dy * act'(saved) (M, N), dbias = column sums (N,); saved is the pre-activation, or the output for relu
+  // dy (…, N) -> dpre = dy * act'(saved) (…, N), dbias = column sums (N,); saved is the pre-activation, or the output
+  // for relu
   m.def(
       "linear_act_bwd(Tensor dy, Tensor? saved, int activation, bool saved_is_output, ScalarType? dpre_dtype, "
       "ScalarType? dbias_dtype) -> (Tensor dpre, Tensor dbias)");
-  // dy (M, F), saved (M, 2F) -> dpre (M, 2F), dbias (2F,)
+  // dy (…, F), saved (M, 2F) -> dpre (…, 2F), dbias (2F,)
   m.def(
       "gated_linear_act_bwd(Tensor dy, Tensor saved, int activation, ScalarType? dpre_dtype, ScalarType? dbias_dtype) "
       "-> (Tensor dpre, Tensor dbias)");
-  // dpre (M, N), weight (N, K) -> dinput (M, K) = dpre @ weight, times act'(saved) if saved (M, K) is given, and
+  // dpre (…, N), weight (N, K) -> dinput (…, K) = dpre @ weight, times act'(saved) if saved (M, K) is given, and
   // act_out = act(saved) if want_act
   m.def(
       "linear_dgrad(Tensor dpre, Tensor weight, Tensor? saved, int activation, bool saved_is_output, bool want_act, "
       "ScalarType acc, int chunk, ScalarType out_dtype) -> (Tensor dinput, Tensor act_out)");
-  // dpre (M, N), input (M, K) -> dweight (N, K) = dpre^T @ input; transposed: with strides (1, N)
+  // The whole backward of linear_fwd or gated_linear_fwd in one call: dy (…, N or F), input (…, K) if dweight is
+  // wanted, weight if dinput is, saved as in linear_act_bwd -> dinput (…, K), dweight (N, K), dbias (N,); transposed:
+  // dweight with strides (1, N)
   m.def(
-      "linear_wgrad(Tensor dpre, Tensor input, bool transposed, ScalarType acc, int chunk, ScalarType out_dtype) -> "
-      "Tensor dweight");
-  // grad (N, K) fp32 += dpre^T @ input, from the accumulators; only where the GEMM is ours
+      "linear_bwd(Tensor dy, Tensor? input, Tensor? weight, Tensor? saved, int activation, bool gated, bool "
+      "transposed, ScalarType acc, int chunk, ScalarType? dinput_dtype, ScalarType? dweight_dtype, ScalarType? "
+      "dbias_dtype) -> (Tensor dinput, Tensor dweight, Tensor dbias)");
+  // grad (N, K) fp32 += dpre^T @ input of dpre (…, N), input (…, K), from the accumulators; only where the GEMM is ours
   m.def("linear_wgrad_add(Tensor(a!) grad, Tensor dpre, Tensor input, ScalarType acc, int chunk) -> ()");
 
   // CPU only: linear_fwd or gated_linear_fwd with the bits of the tensor cores of `arch` (80, 90)

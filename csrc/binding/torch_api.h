@@ -83,10 +83,6 @@ inline Tensor empty_contiguous(const Tensor& like, ScalarType dtype, Sizes sizes
 inline Tensor empty_contiguous_like(const Tensor& like, ScalarType dtype) {
   return empty_contiguous(like, dtype, like.sizes().data(), like.dim());
 }
-// An output that was not asked for.
-inline Tensor not_wanted(const Tensor& like, ScalarType dtype) {
-  return empty_contiguous(like, dtype, {0});
-}
 
 inline Tensor workspace(const Tensor& like, size_t bytes) {
   return empty_contiguous(like, ScalarType::Byte, {int64_t(bytes)});
