@@ -27,12 +27,39 @@ def functions(op: str, forward: Callable[..., Any], backward: Callable[..., Grad
         body = {
             "__module__": __name__,
             "forward": staticmethod(custom_fwd(forward, device_type=device_type)),
-            "backward": staticmethod(custom_bwd(_first_order_only(op, backward), device_type=device_type)),
+            "backward": staticmethod(_in_forwards_autocast(_first_order_only(op, backward), device_type)),
         }
         return cast_type(type[Function], FunctionMeta(name, (Function,), body))
 
     cpu = build("cpu")
     return {"cpu": cpu, "cuda": build("cuda"), "meta": cpu}
+
+
+def _in_forwards_autocast(backward: Callable[..., Grads], device_type: str) -> Callable[..., Grads]:
+    """`custom_bwd`, of which only the change of state is left where nothing traces.
+
+    It makes a `torch.autocast` at every call, 3.4 µs on the CPU and more on CUDA, where that asks for the device's
+    properties each time; the change itself costs 1 µs. Nothing here is cast by autocast, so no cache is left to empty.
+    """
+    traced = custom_bwd(backward, device_type=device_type)
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *grad_outputs: Tensor | None) -> Grads:
+        if torch.compiler.is_compiling():
+            return traced(ctx, *grad_outputs)  # type: ignore[no-any-return]
+        enabled = torch.is_autocast_enabled(device_type)
+        if not (enabled or ctx._fwd_used_autocast):
+            return backward(ctx, *grad_outputs)
+        dtype = torch.get_autocast_dtype(device_type)
+        torch.set_autocast_enabled(device_type, ctx._fwd_used_autocast)
+        torch.set_autocast_dtype(device_type, ctx._dtype)
+        try:
+            return backward(ctx, *grad_outputs)
+        finally:
+            torch.set_autocast_enabled(device_type, enabled)
+            torch.set_autocast_dtype(device_type, dtype)
+
+    return wrapper
 
 
 def _first_order_only(op: str, backward: Callable[..., Grads]) -> Callable[..., Grads]:

@@ -14,6 +14,8 @@ from torch import Tensor
 from .. import _ops
 from . import Grads, cast, functions
 
+Dtype = Any  # a number of `_ops.DTYPE`, or None
+
 # ------------------------------------------------------------------------------------------------------ linear, gated
 
 
@@ -22,12 +24,12 @@ def linear_forward(
     weight: Tensor,
     bias: Tensor | None,
     activation: int,
-    acc: torch.dtype,
+    acc: Dtype,
     chunk: int,
     dtype: torch.dtype,
-    out_dtype: torch.dtype,
+    out_dtype: Dtype,
 ) -> Tensor:
-    """linear without a graph; `dtype` is the one computed in."""
+    """linear without a graph; `dtype` is the one computed in; `acc` and `out_dtype` are numbers, as in `_ops.DTYPE`."""
     x, w = cast(input, dtype), cast(weight, dtype)
     return _ops.linear_fwd(x, w, bias, activation, acc, chunk, out_dtype, False)[0]
 
@@ -37,10 +39,10 @@ def gated_linear_forward(
     weight: Tensor,
     bias: Tensor | None,
     activation: int,
-    acc: torch.dtype,
+    acc: Dtype,
     chunk: int,
     dtype: torch.dtype,
-    out_dtype: torch.dtype,
+    out_dtype: Dtype,
 ) -> Tensor:
     """gated_linear without a graph."""
     x, w = cast(input, dtype), cast(weight, dtype)
@@ -50,14 +52,14 @@ def gated_linear_forward(
 class _Weight(NamedTuple):
     """What backward needs to know of a weight for its gradient."""
 
-    dtype: torch.dtype
+    dtype: Dtype
     transposed: bool
     main_grad: Tensor | None
 
 
 def _weight(weight: Tensor) -> _Weight:
     main_grad = None if torch.compiler.is_compiling() else getattr(weight, "main_grad", None)
-    return _Weight(weight.dtype, is_transposed(weight), main_grad)
+    return _Weight(_ops.DTYPE[weight.dtype], is_transposed(weight), main_grad)
 
 
 def is_transposed(weight: Tensor) -> bool:
@@ -71,7 +73,7 @@ def _save(
     """x for dweight, w for dinput, and for the activation's derivative what forward kept of the pre-activation."""
     need_input, need_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x if need_weight else None, w if need_input else None, saved)
-    ctx.dtypes = (input.dtype, None if bias is None else bias.dtype)
+    ctx.dtypes = (_ops.DTYPE[input.dtype], None if bias is None else _ops.DTYPE[bias.dtype])
     ctx.weight = _weight(weight)
 
 
@@ -81,10 +83,10 @@ def _linear_function_forward(
     weight: Tensor,
     bias: Tensor | None,
     activation: int,
-    acc: torch.dtype,
+    acc: Dtype,
     chunk: int,
     dtype: torch.dtype,
-    out_dtype: torch.dtype,
+    out_dtype: Dtype,
 ) -> Tensor:
     x, w = cast(input, dtype), cast(weight, dtype)
     save_pre = activation not in (_ops.NONE, _ops.RELU)
@@ -101,10 +103,10 @@ def _gated_function_forward(
     weight: Tensor,
     bias: Tensor | None,
     activation: int,
-    acc: torch.dtype,
+    acc: Dtype,
     chunk: int,
     dtype: torch.dtype,
-    out_dtype: torch.dtype,
+    out_dtype: Dtype,
 ) -> Tensor:
     x, w = cast(input, dtype), cast(weight, dtype)
     output, pre = _ops.gated_linear_fwd(x, w, bias, activation, acc, chunk, out_dtype, True)
@@ -157,11 +159,11 @@ def _plain_backward(
     x: Tensor | None,
     w: Tensor | None,
     weight: _Weight,
-    acc: torch.dtype,
+    acc: Dtype,
     chunk: int,
-    input_dtype: torch.dtype | None,
+    input_dtype: Dtype,
     need_weight: bool,
-    bias_dtype: torch.dtype | None,
+    bias_dtype: Dtype,
 ) -> Grads:
     """(dinput, dweight, dbias) of a linear without activation; dweight goes to `main_grad` where the weight has one."""
     if need_weight and weight.main_grad is not None:
@@ -174,7 +176,7 @@ def _plain_backward(
     )
 
 
-def _add_to_main_grad(main_grad: Tensor, dpre: Tensor, x: Tensor, acc: torch.dtype, chunk: int) -> None:
+def _add_to_main_grad(main_grad: Tensor, dpre: Tensor, x: Tensor, acc: Dtype, chunk: int) -> None:
     if dpre.is_cuda and dpre.dtype in (torch.float16, torch.bfloat16):
         _ops.linear_wgrad_add(main_grad, dpre, x, acc, chunk)
     else:
@@ -196,13 +198,14 @@ def mlp_forward(
     w2: Tensor,
     b2: Tensor | None,
     activation: int,
-    acc: torch.dtype,
+    acc: Dtype,
     chunk: int,
     dtype: torch.dtype,
 ) -> Tensor:
     """mlp without a graph."""
-    hidden, _ = _ops.linear_fwd(cast(input, dtype), cast(w1, dtype), b1, activation, acc, chunk, dtype, False)
-    return _ops.linear_fwd(hidden, cast(w2, dtype), b2, _ops.NONE, acc, chunk, dtype, False)[0]
+    out = _ops.DTYPE[dtype]
+    hidden, _ = _ops.linear_fwd(cast(input, dtype), cast(w1, dtype), b1, activation, acc, chunk, out, False)
+    return _ops.linear_fwd(hidden, cast(w2, dtype), b2, _ops.NONE, acc, chunk, out, False)[0]
 
 
 def _mlp_function_forward(
@@ -213,7 +216,7 @@ def _mlp_function_forward(
     w2: Tensor,
     b2: Tensor | None,
     activation: int,
-    acc: torch.dtype,
+    acc: Dtype,
     chunk: int,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -223,8 +226,9 @@ def _mlp_function_forward(
     # One tensor of the hidden layer is kept: the pre-activation, from which backward's first GEMM also makes the hidden
     # activations again; or those themselves, where they tell the derivative (relu) or where no derivative is needed.
     save_pre = need_first and activation not in (_ops.NONE, _ops.RELU)
-    hidden, pre = _ops.linear_fwd(x, w1_cast, b1, activation, acc, chunk, dtype, save_pre)
-    output, _ = _ops.linear_fwd(hidden, w2_cast, b2, _ops.NONE, acc, chunk, dtype, False)
+    out = _ops.DTYPE[dtype]
+    hidden, pre = _ops.linear_fwd(x, w1_cast, b1, activation, acc, chunk, out, save_pre)
+    output, _ = _ops.linear_fwd(hidden, w2_cast, b2, _ops.NONE, acc, chunk, out, False)
     keep_hidden = need_w2 or (need_first and activation == _ops.RELU)
     ctx.save_for_backward(
         x if need_w1 else None,
@@ -233,8 +237,8 @@ def _mlp_function_forward(
         pre if save_pre else hidden if keep_hidden else None,
     )
     ctx.saved_pre = save_pre
-    ctx.policy = (activation, acc, chunk, dtype)
-    ctx.dtypes = tuple(None if t is None else t.dtype for t in (input, b1, b2))
+    ctx.policy = (activation, acc, chunk, out)
+    ctx.dtypes = tuple(None if t is None else _ops.DTYPE[t.dtype] for t in (input, b1, b2))
     ctx.weights = (_weight(w1), _weight(w2))
     return output
 

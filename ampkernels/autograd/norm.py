@@ -25,7 +25,12 @@ def _save(
     ctx.save_for_backward(
         input if residual is None else total, weight if need_input or need_residual else None, *statistics
     )
-    ctx.dtypes = tuple(None if t is None else t.dtype for t in (input, residual, weight, bias))
+    ctx.dtypes = (
+        input.dtype,
+        None if residual is None else residual.dtype,
+        None if weight is None else weight.dtype,
+        None if bias is None else bias.dtype,
+    )
     ctx.strides = (_parameter_strides(weight), _parameter_strides(bias))
 
 
@@ -42,7 +47,7 @@ def _like_parameter(grad: Tensor, strides: tuple[int, ...] | None) -> Tensor:
     return torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad)
 
 
-def _dinput_dtype(ctx: Any, saved: Tensor) -> torch.dtype | None:
+def _dinput_dtype(ctx: Any) -> torch.dtype | None:
     """The dtype of the one gradient that backward writes for input and residual; None where neither is wanted.
 
     Where the two differ it is the compute dtype, so that each is rounded once.
@@ -78,7 +83,7 @@ def _layer_norm_forward(
     bias: Tensor | None,
     ndim: int,
     eps: float,
-    out_dtype: torch.dtype,
+    out_dtype: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     output, total, mean, rstd = _ops.layer_norm_fwd(input, ndim, weight, bias, eps, residual, out_dtype, True)
     _save(ctx, input, residual, weight, bias, total, mean, rstd)
@@ -99,9 +104,9 @@ def _layer_norm_backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None = None
         mean,
         rstd,
         weight,
-        _dinput_dtype(ctx, saved),
-        ctx.dtypes[2] if need_weight else None,
-        ctx.dtypes[3] if need_bias else None,
+        _ops.DTYPE[_dinput_dtype(ctx)],
+        _ops.DTYPE[ctx.dtypes[2]] if need_weight else None,
+        _ops.DTYPE[ctx.dtypes[3]] if need_bias else None,
     )
     return (
         *_dinput_dresidual(ctx, dinput),
@@ -124,7 +129,7 @@ def _rms_norm_forward(
     ndim: int,
     eps: float,
     weight_offset: float,
-    out_dtype: torch.dtype,
+    out_dtype: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     output, total, rstd = _ops.rms_norm_fwd(input, ndim, weight, eps, weight_offset, residual, out_dtype, True)
     _save(ctx, input, residual, weight, None, total, rstd)
@@ -145,8 +150,8 @@ def _rms_norm_backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None = None) 
         rstd,
         weight,
         ctx.weight_offset,
-        _dinput_dtype(ctx, saved),
-        ctx.dtypes[2] if need_weight else None,
+        _ops.DTYPE[_dinput_dtype(ctx)],
+        _ops.DTYPE[ctx.dtypes[2]] if need_weight else None,
     )
     return (
         *_dinput_dresidual(ctx, dinput),

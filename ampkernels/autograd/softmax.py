@@ -19,7 +19,7 @@ def _forward(
     scale: float,
     causal: bool,
     log: bool,
-    out_dtype: torch.dtype,
+    out_dtype: Any,
 ) -> Tensor:
     output = _ops.softmax_fwd(input, dim, scale, mask, causal, log, out_dtype)
     ctx.save_for_backward(output)
@@ -33,7 +33,7 @@ def _backward(ctx: Any, dy: Tensor) -> Grads:
     dim, scale, causal, log, input_dtype = ctx.options
     dinput = dmask = None
     if ctx.needs_input_grad[0]:
-        dinput = _ops.softmax_bwd(dy, output, dim, scale, causal, log, input_dtype)
+        dinput = _ops.softmax_bwd(dy, output, dim, scale, causal, log, _ops.DTYPE[input_dtype])
     if ctx.needs_input_grad[1]:  # an additive mask: the gradient before scale, summed over what it broadcast along
         shape, dtype = ctx.mask
         statistics = torch.float64 if input_dtype == torch.float64 else torch.float32
