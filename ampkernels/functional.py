@@ -336,6 +336,8 @@ def _check_tensors(op: str, names: tuple[str, ...], tensors: tuple[Tensor | None
         else:
             if input.is_cuda:  # `device.type` costs 0.2 µs: it makes a str
                 return "cuda"
+            if input.is_cpu:
+                return "cpu"
             device_type = device.type
             if device_type in _DEVICES:
                 return device_type

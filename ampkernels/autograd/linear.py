@@ -6,7 +6,7 @@ written once, straight from the accumulators, in the dtype of the input and of t
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,17 +49,13 @@ def gated_linear_forward(
     return _ops.gated_linear_fwd(x, w, bias, activation, acc, chunk, out_dtype, False)[0]
 
 
-class _Weight(NamedTuple):
-    """What backward needs to know of a weight for its gradient."""
-
-    dtype: Dtype
-    transposed: bool
-    main_grad: Tensor | None
+Weight = tuple[Dtype, bool, Tensor | None]
 
 
-def _weight(weight: Tensor) -> _Weight:
+def _weight(weight: Tensor) -> Weight:
+    """What backward needs to know of a weight for its gradient: dtype, whether it is transposed, `main_grad`."""
     main_grad = None if torch.compiler.is_compiling() else getattr(weight, "main_grad", None)
-    return _Weight(_ops.DTYPE[weight.dtype], is_transposed(weight), main_grad)
+    return _ops.DTYPE[weight.dtype], is_transposed(weight), main_grad
 
 
 def is_transposed(weight: Tensor) -> bool:
@@ -119,10 +115,10 @@ def _backward(ctx: Any, dy: Tensor) -> Grads:
     """Of linear and of gated_linear."""
     need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
     activation, gated, acc, chunk = ctx.policy
-    weight: _Weight = ctx.weight
+    weight_dtype, transposed, main_grad = ctx.weight
     x, w, saved = ctx.saved_tensors
     input_dtype, bias_dtype = ctx.dtypes[0] if need_input else None, ctx.dtypes[1] if need_bias else None
-    if need_weight and weight.main_grad is not None:
+    if need_weight and main_grad is not None:
         # The gradient of the pre-activation is a tensor of its own: one of the products that read it is not linear_bwd's.
         dpre, dbias = dy, None
         fresh = gated or activation != _ops.NONE or dy.dtype != x.dtype  # else it is dy
@@ -134,22 +130,11 @@ def _backward(ctx: Any, dy: Tensor) -> Grads:
                 relu = activation == _ops.RELU
                 new_dpre, dbias = _ops.linear_act_bwd(dy, saved, activation, relu, dtype, bias_dtype)
             dpre = new_dpre if fresh else dy
-        dinput, dweight, _ = _plain_backward(dpre, x, w, weight, acc, chunk, input_dtype, True, None)
+        dinput, dweight, _ = _plain_backward(dpre, x, w, ctx.weight, acc, chunk, input_dtype, True, None)
     else:
-        weight_dtype = weight.dtype if need_weight else None
+        weight_dtype = weight_dtype if need_weight else None
         dinput, dweight, dbias = _ops.linear_bwd(
-            dy,
-            x,
-            w,
-            saved,
-            activation,
-            gated,
-            weight.transposed,
-            acc,
-            chunk,
-            input_dtype,
-            weight_dtype,
-            bias_dtype,
+            dy, x, w, saved, activation, gated, transposed, acc, chunk, input_dtype, weight_dtype, bias_dtype
         )
     return dinput, dweight, dbias, None, None, None, None, None
 
@@ -158,7 +143,7 @@ def _plain_backward(
     dpre: Tensor,
     x: Tensor | None,
     w: Tensor | None,
-    weight: _Weight,
+    weight: Weight,
     acc: Dtype,
     chunk: int,
     input_dtype: Dtype,
@@ -166,13 +151,14 @@ def _plain_backward(
     bias_dtype: Dtype,
 ) -> Grads:
     """(dinput, dweight, dbias) of a linear without activation; dweight goes to `main_grad` where the weight has one."""
-    if need_weight and weight.main_grad is not None:
+    weight_dtype, transposed, main_grad = weight
+    if need_weight and main_grad is not None:
         assert x is not None
-        _add_to_main_grad(weight.main_grad, dpre, x, acc, chunk)
+        _add_to_main_grad(main_grad, dpre, x, acc, chunk)
         need_weight = False
-    weight_dtype = weight.dtype if need_weight else None
+    weight_dtype = weight_dtype if need_weight else None
     return _ops.linear_bwd(
-        dpre, x, w, None, _ops.NONE, False, weight.transposed, acc, chunk, input_dtype, weight_dtype, bias_dtype
+        dpre, x, w, None, _ops.NONE, False, transposed, acc, chunk, input_dtype, weight_dtype, bias_dtype
     )
 
 

@@ -41,8 +41,8 @@ def _parameter_strides(parameter: Tensor | None) -> tuple[int, ...] | None:
     return torch.empty_like(parameter, device="meta").stride()
 
 
-def _like_parameter(grad: Tensor, strides: tuple[int, ...] | None) -> Tensor:
-    if strides is None:
+def _like_parameter(grad: Tensor | None, strides: tuple[int, ...] | None) -> Tensor | None:
+    if grad is None or strides is None:
         return grad
     return torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad)
 
@@ -66,8 +66,10 @@ def _arriving(dy: Tensor | None, dsum: Tensor | None, shape: torch.Size) -> Tens
     return dsum.new_zeros(()).expand(shape)
 
 
-def _dinput_dresidual(ctx: Any, grad: Tensor) -> Grads:
+def _dinput_dresidual(ctx: Any, grad: Tensor | None) -> Grads:
     input_dtype, residual_dtype = ctx.dtypes[:2]
+    if grad is None or residual_dtype is None:
+        return grad, None
     need_input, need_residual = ctx.needs_input_grad[:2]
     return cast(grad, input_dtype) if need_input else None, cast(grad, residual_dtype) if need_residual else None
 
@@ -110,8 +112,8 @@ def _layer_norm_backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None = None
     )
     return (
         *_dinput_dresidual(ctx, dinput),
-        _like_parameter(dweight, ctx.strides[0]) if need_weight else None,
-        _like_parameter(dbias, ctx.strides[1]) if need_bias else None,
+        _like_parameter(dweight, ctx.strides[0]),
+        _like_parameter(dbias, ctx.strides[1]),
         None,
         None,
         None,
@@ -155,7 +157,7 @@ def _rms_norm_backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None = None) 
     )
     return (
         *_dinput_dresidual(ctx, dinput),
-        _like_parameter(dweight, ctx.strides[0]) if need_weight else None,
+        _like_parameter(dweight, ctx.strides[0]),
         None,
         None,
         None,

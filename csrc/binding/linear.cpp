@@ -84,13 +84,13 @@ void run_act_bwd(ActBwdParams& p, const Tensor& on) {
 #if defined(AMPKERNELS_WITH_CUDA)
   if (on.is_cuda()) {
     const CudaScope scope(on);
-    const Tensor scratch = workspace(on, cuda::act_bwd_workspace_bytes(p));
-    p.workspace = scratch.mutable_data_ptr();
+    Holder scratch;
+    p.workspace = workspace(on, cuda::act_bwd_workspace_bytes(p), scratch);
     return check_status(cuda::launch_act_bwd(p, scope.stream()), "linear");
   }
 #endif
-  const Tensor scratch = workspace(on, cpu::act_bwd_workspace_bytes(p));
-  p.workspace = scratch.mutable_data_ptr();
+  Holder scratch;
+  p.workspace = workspace(on, cpu::act_bwd_workspace_bytes(p), scratch);
   torch::stable::parallel_for(0, cpu::act_bwd_blocks(p), 1, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) cpu::act_bwd_block(p, block);
   });
@@ -251,8 +251,8 @@ void run_gemm(GemmParams& p, const Tensor& on, const char* op) {
 #if defined(AMPKERNELS_WITH_CUDA)
   if (on.is_cuda()) {
     const CudaScope scope(on);
-    const Tensor scratch = workspace(on, cuda::gemm_workspace_bytes(p));
-    p.workspace = scratch.mutable_data_ptr();
+    Holder scratch;
+    p.workspace = workspace(on, cuda::gemm_workspace_bytes(p), scratch);
     return check_status(cuda::launch_gemm(p, scope.stream()), op);
   }
 #endif

@@ -27,13 +27,13 @@ void run_norm_bwd(NormBwdParams& p, const Tensor& saved) {
 #if defined(AMPKERNELS_WITH_CUDA)
   if (saved.is_cuda()) {
     const CudaScope scope(saved);
-    const Tensor scratch = workspace(saved, cuda::norm_bwd_workspace_bytes(p));
-    p.workspace = scratch.mutable_data_ptr();
+    Holder scratch;
+    p.workspace = workspace(saved, cuda::norm_bwd_workspace_bytes(p), scratch);
     return check_status(cuda::launch_norm_bwd(p, scope.stream()), p.rms ? "rms_norm" : "layer_norm");
   }
 #endif
-  const Tensor scratch = workspace(saved, cpu::norm_bwd_workspace_bytes(p));
-  p.workspace = scratch.mutable_data_ptr();
+  Holder scratch;
+  p.workspace = workspace(saved, cpu::norm_bwd_workspace_bytes(p), scratch);
   torch::stable::parallel_for(0, cpu::norm_bwd_blocks(p), 1, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) cpu::norm_bwd_block(p, block);
   });

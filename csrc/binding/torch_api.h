@@ -84,8 +84,11 @@ inline Tensor empty_contiguous_like(const Tensor& like, ScalarType dtype) {
   return empty_contiguous(like, dtype, like.sizes().data(), like.dim());
 }
 
-inline Tensor workspace(const Tensor& like, size_t bytes) {
-  return empty_contiguous(like, ScalarType::Byte, {int64_t(bytes)});
+// Scratch memory, kept by `holder`; null where none is needed.
+inline void* workspace(const Tensor& like, size_t bytes, std::optional<Tensor>& holder) {
+  if (bytes == 0) return nullptr;
+  holder = empty_contiguous(like, ScalarType::Byte, {int64_t(bytes)});
+  return holder->mutable_data_ptr();
 }
 
 // ---------------------------------------------------------------------------------------------- layouts of the structs
@@ -169,15 +172,18 @@ inline int64_t row_grain(int64_t cols) {
 // Makes the tensor's device current for its lifetime and knows that device's current stream.
 class CudaScope {
  public:
-  explicit CudaScope(const Tensor& t) : guard_(t.get_device_index()) {
+  explicit CudaScope(const Tensor& t) {
+    const int32_t device = t.get_device_index();
+    int current = -1;
+    if (cudaGetDevice(&current) != cudaSuccess || current != device) guard_.emplace(device);
     void* stream = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
     stream_ = static_cast<cudaStream_t>(stream);
   }
   cudaStream_t stream() const { return stream_; }
 
  private:
-  torch::stable::accelerator::DeviceGuard guard_;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;  // none where the device is current already
   cudaStream_t stream_ = nullptr;
 };
 
