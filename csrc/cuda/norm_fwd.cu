@@ -2,14 +2,16 @@
 // + offset); the sum, the mean and rstd as asked for.
 //
 // Layout. Resident tiers: the row of s in registers, in the compute type (rows_common.cuh); norm_fwd_aligned in
-// clusters: as it was stored. Streaming tier: one CTA per row, read once for the mean, once for the deviations, once
-// for the result. Statistics. Two passes over the row: the mean, then the deviations from it and their squares. The
-// mean of the deviations corrects the rounding of the first mean, so a row whose mean is 10^4 times its deviation loses
-// nothing. If a square overflows (|s| > 10^19 in fp32), the row is scaled by a power of two, exactly, and its
-// statistics are taken again. Synchronisation. One barrier (or cluster barrier) per statistic. Rounding points. x +
-// residual once; the sums (fp32, or fp64 for fp64 rows); 1 / sqrt; (s - mean), times rstd, times weight, plus bias,
-// each once; then y and sum once, to their dtypes.
+// clusters and rms_fwd_wide: as it was stored; norm_fwd_pipeline: so in shared memory. Streaming tier: one CTA per row,
+// read once for the mean, once for the deviations, once for the result. Statistics. Two passes over the row: the mean,
+// then the deviations from it and their squares. The mean of the deviations corrects the rounding of the first mean, so
+// a row whose mean is 10^4 times its deviation loses nothing. If a square overflows (|s| > 10^19 in fp32), the row is
+// scaled by a power of two, exactly, and its statistics are taken again. Synchronisation. One barrier (or cluster
+// barrier) per statistic. Rounding points. x + residual once; the sums (fp32, or fp64 for fp64 rows); 1 / sqrt; (s -
+// mean), times rstd, times weight, plus bias, each once; then y and sum once, to their dtypes.
 #include "norm_fwd_aligned.cuh"
+#include "norm_fwd_pipeline.cuh"
+#include "norm_fwd_wide.cuh"
 
 namespace ampkernels::cuda {
 namespace {
@@ -199,6 +201,15 @@ bool takes_aligned(const NormFwdParams& p, RowsTier tier, bool on_16) {
   const bool tiers = p.residual.data ? !p.rms && tier == RowsTier::kCluster : !p.rms || tier != RowsTier::kCta;
   return on_16 && sizeof(T) == 2 && p.y.dtype == dtype_of<T>::value && parameters && tiers;
 }
+// rms_fwd_wide's: rms_norm of long rows in a CTA, without a residual. An SM has held two of them as it is, so few rows
+// are faster so (64x16384: 4.2 us, and 4.5 here).
+template <typename T>
+bool takes_wide(const NormFwdParams& p, const RowsPlan& plan, bool on_16) {
+  const bool weight = p.weight.data && p.weight.dtype == dtype_of<T>::value && !p.bias.data;
+  const bool longer = plan.tier == RowsTier::kCta && plan.lanes > kRowsCtaThreads / 2;
+  return on_16 && p.rms && longer && p.rows > 2 * rows_resident_groups(1) && !p.residual.data &&
+         p.y.dtype == dtype_of<T>::value && weight;
+}
 template <typename T, bool kWhole>
 auto aligned_kernel(const NormFwdParams& p, RowsTier tier) {
   if (tier == RowsTier::kCluster)
@@ -208,6 +219,21 @@ auto aligned_kernel(const NormFwdParams& p, RowsTier tier) {
   if (tier == RowsTier::kCta) return norm_fwd_aligned<T, false, false, kWhole, TeamKind::kCta>;
   return p.rms ? norm_fwd_aligned<T, true, false, kWhole, TeamKind::kWarp>
                : norm_fwd_aligned<T, false, false, kWhole, TeamKind::kWarp>;
+}
+
+// Of those, norm_fwd_pipeline's: long rows without a residual, where an SM has the shared memory. The bits are the
+// same; a row takes three turns, so few rows are faster each by itself (64x16384: 3.9 us, and 5.8 here; 64x131072: 17.0
+// and 15.4).
+bool takes_pipeline(const NormFwdParams& p, const RowsPlan& plan, const TeamShape& shape, int arch) {
+  const bool longer = p.rms ? plan.cluster > 2 : plan.lanes > kRowsCtaThreads / 2;
+  return !p.residual.data && longer && p.rows >= 4 * rows_resident_groups(plan.cluster) && arch >= 90 &&
+         pipeline_shared_bytes(shape) <= rows_max_shared(arch);
+}
+template <typename T, bool kWhole>
+auto pipeline_kernel(const NormFwdParams& p, RowsTier tier) {
+  if (tier == RowsTier::kCta) return norm_fwd_pipeline<T, false, kWhole, TeamKind::kCta>;
+  return p.rms ? norm_fwd_pipeline<T, true, kWhole, TeamKind::kCluster>
+               : norm_fwd_pipeline<T, false, kWhole, TeamKind::kCluster>;
 }
 
 template <typename T, typename O, bool kAligned>
@@ -238,11 +264,23 @@ Status launch_norm_fwd(const NormFwdParams& p, cudaStream_t stream) {
         // rows.
         if (plain<T>(p)) {
           const bool on_16 = aligned(p, plan.vector);
-          if constexpr (sizeof(T) == 2)
+          if constexpr (sizeof(T) == 2) {
+            if (takes_wide<T>(p, plan, on_16)) {
+              const TeamShape wide = wide_shape(shape);
+              return launch_rows(rms_fwd_wide<T>, device->arch, ctas, wide.lanes, 1, scratch, stream, p, wide);
+            }
             if (takes_aligned<T>(p, plan.tier, on_16)) {
               const bool whole = p.cols == int64_t(plan.cluster) * plan.lanes * plan.vectors_per_thread * plan.vector;
+              if (takes_pipeline(p, plan, shape, device->arch)) {
+                const int64_t most = rows_resident_groups(plan.cluster), turns = (p.rows + most - 1) / most;
+                return launch_rows(
+                    whole ? pipeline_kernel<T, true>(p, plan.tier) : pipeline_kernel<T, false>(p, plan.tier),
+                    device->arch, (p.rows + turns - 1) / turns, plan.lanes, plan.cluster,
+                    size_t(pipeline_shared_bytes(shape)), stream, p, shape);
+              }
               return launch(whole ? aligned_kernel<T, true>(p, plan.tier) : aligned_kernel<T, false>(p, plan.tier));
             }
+          }
           if (p.y.dtype == dtype_of<T>::value)
             return launch(on_16 ? plain_kernel<T, T, true>(p) : plain_kernel<T, T, false>(p));
           if constexpr (sizeof(T) == 2)

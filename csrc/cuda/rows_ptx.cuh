@@ -33,11 +33,17 @@ __device__ __forceinline__ int64_t row_group_index(int cluster) {
     asm("mov.u32 %0, %%ctaid.x;" : "=r"(id));
   return id;
 }
-__device__ __forceinline__ void mbarrier_init(uint64_t* barrier) {  // one arrival per phase
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals = 1) {  // per phase
 #if __CUDA_ARCH__ >= 900
   asm volatile(
-      "mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(shared_address(barrier))
+      "mbarrier.init.shared::cta.b64 [%0], %1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(shared_address(barrier)),
+      "r"(arrivals)
       : "memory");
+#endif
+}
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {  // and what this thread has written before
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 #endif
 }
 __device__ __forceinline__ void mbarrier_expect(uint64_t* barrier, int bytes) {
@@ -77,14 +83,21 @@ __device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, int byt
                : "memory");
 #endif
 }
+// The address that `local` has in CTA `rank` of the cluster.
+__device__ __forceinline__ uint32_t remote_shared_address(uint32_t local, int rank) {
+  uint32_t remote = local;
+#if __CUDA_ARCH__ >= 900
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
+#endif
+  return remote;
+}
 // Writes `value` to the address `local` has in CTA `rank` of the cluster, and counts its bytes on that CTA's `barrier`:
 // no fence, where a release on the cluster barrier would wait for every global store in flight.
 template <typename C>
 __device__ __forceinline__ void store_remote_shared(C* local, uint64_t* barrier, int rank, C value) {
 #if __CUDA_ARCH__ >= 900
-  uint32_t to, remote_barrier;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(local)), "r"(rank));
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_barrier) : "r"(shared_address(barrier)), "r"(rank));
+  const uint32_t to = remote_shared_address(shared_address(local), rank);
+  const uint32_t remote_barrier = remote_shared_address(shared_address(barrier), rank);
   if constexpr (sizeof(C) == 4)
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
                  "r"(bit_cast<uint32_t>(value)), "r"(remote_barrier)
@@ -94,6 +107,45 @@ __device__ __forceinline__ void store_remote_shared(C* local, uint64_t* barrier,
                  "l"(bit_cast<uint64_t>(value)), "r"(remote_barrier)
                  : "memory");
 #endif
+}
+
+// store_remote_shared of fp32 to remote_shared_address's: one value, or three in a message of 16 bytes.
+template <int N>
+__device__ __forceinline__ void send_remote_shared(uint32_t to, uint32_t barrier, const float (&v)[N]) {
+  static_assert(N == 1 || N == 3);
+#if __CUDA_ARCH__ >= 900
+  if constexpr (N == 1)
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to), "f"(v[0]),
+                 "r"(barrier)
+                 : "memory");
+  else
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %3}, [%4];" ::"r"(to),
+                 "f"(v[0]), "f"(v[1]), "f"(v[2]), "r"(barrier)
+                 : "memory");
+#endif
+}
+// The same to this CTA's own shared memory: an st.async takes a launch with clusters.
+template <int N>
+__device__ __forceinline__ void store_shared(uint32_t to, const float (&v)[N]) {
+  static_assert(N == 1 || N == 3);
+  if constexpr (N == 1)
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(v[0]) : "memory");
+  else
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %3};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]) : "memory");
+}
+// One word, or four.
+template <typename W, int N>
+__device__ __forceinline__ void load_shared(uint32_t from, W (&w)[N]) {
+  static_assert(sizeof(W) == 4 && (N == 1 || N == 4));
+  uint32_t v[N];
+  if constexpr (N == 1)
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[0]) : "r"(from));
+  else
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"(from));
+#pragma unroll
+  for (int i = 0; i < N; ++i) w[i] = bit_cast<W>(v[i]);
 }
 
 // An aligned unit of U bytes. Rows are read once: they do not displace the weights and masks in L1 (kStream).

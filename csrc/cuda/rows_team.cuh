@@ -24,8 +24,9 @@ struct TeamShape {
   int lanes;  // per CTA and row
   int rows_per_cta;
   int cluster;
-  double inverse;     // 1 / cols
-  uint32_t zero = 0;  // at run time only: see Vectors::forget
+  double inverse;      // 1 / cols
+  uint32_t zero = 0;   // at run time only: see Vectors::forget
+  int plan_lanes = 0;  // WideTeam: the plan's lanes, of which a thread has two
 };
 inline TeamShape team_shape(const RowsPlan& plan, int64_t cols) {
   return {plan.lanes, plan.rows_per_cta, plan.cluster, 1.0 / double(cols)};
@@ -34,7 +35,7 @@ inline TeamShape team_shape(const RowsPlan& plan, int64_t cols) {
 // Shared memory of the reductions of a CTA: two mbarriers (clusters), then [phase][value][warp of the row's cluster].
 // Phases alternate (ping-pong): a lane that still reads one result cannot be overtaken by the writes of the next.
 inline constexpr int kTeamBarrierBytes = 16;
-inline int team_scratch_bytes(const TeamShape& shape, int64_t compute_size) {
+constexpr int team_scratch_bytes(const TeamShape& shape, int64_t compute_size) {
   const int warps = shape.lanes > 32 ? shape.lanes / 32 * shape.rows_per_cta * shape.cluster : 0;
   return kTeamBarrierBytes + int(4 * warps * compute_size);
 }
@@ -184,6 +185,57 @@ struct Team {
   // The first vector and the step of this lane, with K vectors per lane.
   __device__ __forceinline__ int first(int vectors_per_lane) const { return rank * vectors_per_lane * lanes + lane; }
 };
+
+// Half as many threads as the plan has lanes: warp w of the W of a CTA stands for the plan's warps w and W + w, of
+// which the last may not exist. Its sums are those of the plan's Team.
+template <typename C, TeamKind kTeam>
+struct WideTeam : Team<C, false, kTeam> {
+  using Base = Team<C, false, kTeam>;
+  int plan_warps;  // of a CTA
+
+  __device__ __forceinline__ explicit WideTeam(const TeamShape& shape)
+      : Base(shape), plan_warps(shape.plan_lanes >> 5) {
+    this->stride = plan_warps * this->cluster;
+  }
+
+  // The sum over the plan's lanes of v, this thread's two.
+  __device__ __forceinline__ C sum(C (&v)[2]) {
+    const int l = this->lane & 31, own = this->lanes >> 5, warp = this->lane >> 5, all = this->stride;
+    const bool second = warp + own < plan_warps;
+    C* const base = this->values() + (this->round & 1) * 2 * all;
+    C* const mine = base + this->rank * plan_warps + warp;
+    C half = this->halves(v, Sum{});
+    this->butterfly(half, Sum{});
+    if (this->in_cta()) {
+      if (l == 0) mine[0] = half;
+      if (l == 16 && second) mine[own] = half;
+      this->sync();
+      half = (l & 15) < all ? base[l & 15] : C(0);
+    } else {
+      this->join(half, v);
+      if (this->round == 0) cluster_wait();
+      uint64_t* const arrived = this->barrier(this->round & 1);
+      if (this->lane == 0) mbarrier_expect(arrived, all * int(sizeof(C)));
+      if (l < this->cluster) {
+        store_remote_shared(mine, arrived, l, v[0]);
+        if (second) store_remote_shared(mine + own, arrived, l, v[1]);
+      }
+      mbarrier_wait_cluster(arrived, this->round >> 1 & 1);
+      C sum = 0;
+#pragma unroll 1
+      for (int i = l; i < all; i += 32) sum += base[i];
+      half = sum + __shfl_xor_sync(0xffffffffu, sum, 16);
+    }
+    this->butterfly(half, Sum{});
+    ++this->round;
+    return half;
+  }
+};
+inline TeamShape wide_shape(TeamShape shape) {  // with the plan's scratch
+  shape.plan_lanes = shape.lanes;
+  shape.lanes = (shape.lanes / 32 + 1) / 2 * 32;
+  return shape;
+}
 
 // Lane l of every warp works on row 32 * blockIdx.x + l, and a warp does for its 32 rows what a lane of each row's Team
 // would. A Team's butterflies add halves, then quarters, ... (a + b = b + a: all of its lanes get the bits of lane 0);

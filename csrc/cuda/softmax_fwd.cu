@@ -1,13 +1,13 @@
 // softmax and log_softmax forward: y = e^(s - max) / sum(e^(s - max)), s = scale * x + mask, or s - max - log(sum).
 //
 // Layout. Resident tiers: a row's scores live in registers, in the compute type, 32 registers per thread
-// (rows_common.cuh deals the vectors). Streaming tier: one CTA per row, online maximum and sum, then a second reading.
-// Columns tier: softmax over a dimension that is not the last; a lane per row keeps the accesses coalesced, and the
-// warps of a CTA add as the lanes of a resident row do (Columns); rows of more than 16 such lanes are read three times.
-// Synchronisation. One barrier (or cluster barrier) for the maximum, one for the sum; columns: one a halving.
-// Skipped reads. Columns past the diagonal of a causal row, and vectors whose mask drops all of their elements.
-// Rounding points. s once (one fma), s - max, e^, the sum (fp32, or fp64 for fp64 rows), 1 / sum and the product; then
-// y once, to its dtype.
+// (rows_common.cuh deals the vectors); softmax_fwd_wide: as it was stored. Streaming tier: one CTA per row, online
+// maximum and sum, then a second reading. Columns tier: softmax over a dimension that is not the last; a lane per row
+// keeps the accesses coalesced, and the warps of a CTA add as the lanes of a resident row do (Columns); rows of more
+// than 16 such lanes are read three times. Synchronisation. One barrier (or cluster barrier) for the maximum, one for
+// the sum; columns: one a halving. Skipped reads. Columns past the diagonal of a causal row, and vectors whose mask
+// drops all of their elements. Rounding points. s once (one fma), s - max, e^, the sum (fp32, or fp64 for fp64 rows), 1
+// / sum and the product; then y once, to its dtype.
 #include "rows_common.cuh"
 
 namespace ampkernels::cuda {
@@ -225,6 +225,112 @@ __global__ void __launch_bounds__(kRowsCtaThreads, kAligned ? 2 : 1)
                                           });
 }
 
+// The larger ones of two pairs of 16-bit values: exact, and NaN is dropped, as by fmax.
+template <typename T>
+__device__ __forceinline__ uint32_t max_pair(uint32_t a, uint32_t b) {
+  if constexpr (dtype_of<T>::value == DType::kBFloat16)
+    return bit_cast<uint32_t>(__hmax2(bit_cast<__nv_bfloat162>(a), bit_cast<__nv_bfloat162>(b)));
+  else
+    return bit_cast<uint32_t>(__hmax2(bit_cast<__half2>(a), bit_cast<__half2>(b)));
+}
+
+// Long 16-bit rows on 16 bytes, of whole vectors, with results of their dtype, scale > 0, and not causal. What limits
+// them is latency, the load's and in a cluster the exchanges', which only other rows of the SM fill. So the row stays
+// as it was stored, and a thread does the work of two lanes of the plan: 64 elements in 32 registers, widened again for
+// each of the three passes, and 128 KB of rows on an SM, in clusters 160, where softmax_fwd_plain has 64. The same sums
+// in the same order.
+template <typename T, bool kScaled, bool kLog, TeamKind kTeam>
+__global__ void __launch_bounds__(kRowsCtaThreads / 2, kTeam == TeamKind::kCluster && !kLog ? 5 : 4)
+    softmax_fwd_wide(const __grid_constant__ SoftmaxFwdParams p, const __grid_constant__ TeamShape shape) {
+  using C = float;
+  constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
+  constexpr uint32_t kMinusInfinity = dtype_of<T>::value == DType::kBFloat16 ? 0xff80ff80u : 0xfc00fc00u;  // a pair
+  grid_launch_dependents();
+  grid_dependency_wait();
+
+  WideTeam<C, kTeam> team(shape);
+  const int64_t row = row_group_index(kTeam == TeamKind::kCluster ? shape.cluster : 1);
+  const int plan_lanes = shape.plan_lanes, vectors = int(p.cols) / V;
+  int first = team.rank * K * plan_lanes + team.lane;
+  const bool second = team.lane + team.lanes < plan_lanes;
+  const auto vector = [&](int i, int k) { return first + i * team.lanes + k * plan_lanes; };  // k of lane i
+  const auto exists = [&](int i, int k) { return vector(i, k) < vectors && (i == 0 || second); };
+
+  Vectors<T, V, K> x[2];
+  const char* const from = aligned_row(p.x, row, sizeof(T));
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+#pragma unroll
+      for (int w = 0; w < V / 2; ++w) x[i].pack[k].w[w] = kMinusInfinity;
+      if (exists(i, k)) load_unit<16, Cache::kStream>(x[i].pack[k].w, from + uint32_t(vector(i, k)) * 16u);
+    }
+  Pack<T, 2> top;
+  top.w[0] = kMinusInfinity;
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+      for (int w = 0; w < V / 2; ++w) top.w[0] = max_pair<T>(top.w[0], x[i].pack[k].w[w]);
+  C largest[1] = {fmax(to_compute<C>(top.element(0)), to_compute<C>(top.element(1)))};
+  const C scale = C(p.scale);
+  if constexpr (kScaled) largest[0] *= scale;  // rounding keeps the order
+  team.reduce(largest, Max{}, minus_infinity<C>());
+
+  RowExp<C> row_exp(largest[0]);
+  if constexpr (!kLog) row_exp.max = row_exp.offset = row_exp.huge ? row_exp.max : row_exp.offset;  // one register
+  const auto scores = [&](int i, int k, C(&s)[V]) {
+    x[i].get(k, s);
+    if constexpr (kScaled)
+#pragma unroll
+      for (int e = 0; e < V; ++e) s[e] *= scale;
+  };
+  const auto exponential = [&](int i, int k, C(&s)[V]) {
+    scores(i, k, s);
+    if constexpr (kLog) {
+#pragma unroll
+      for (int e = 0; e < V; ++e) s[e] = row_exp.precise(s[e]);
+    } else if (row_exp.huge) {
+#pragma unroll
+      for (int e = 0; e < V; ++e) s[e] = row_exp.coarse_huge(s[e]);
+    } else {
+#pragma unroll
+      for (int e = 0; e < V; ++e) s[e] = row_exp.coarse(s[e]);
+    }
+  };
+  C sums[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      C s[V];
+      exponential(i, k, s);
+      sums[i] += tree(s, Sum{});
+    }
+  const C sum = team.sum(sums), factor = kLog ? ::log(sum) : C(1) / sum;
+  x[0].forget(shape.zero);
+  x[1].forget(shape.zero);
+  first ^= int(shape.zero);  // nor is any place in the row kept, of which one was spilled
+  char* const to = aligned_row(p.y, row, sizeof(T));
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      C y[V];
+      if constexpr (kLog)
+        scores(i, k, y);
+      else
+        exponential(i, k, y);
+#pragma unroll
+      for (int e = 0; e < V; ++e) y[e] = kLog ? (y[e] - largest[0]) - factor : y[e] * factor;
+      Pack<T, V> out;
+      out.round_from(y);
+      if (exists(i, k)) store_unit<16>(to + uint32_t(vector(i, k)) * 16u, out.w);
+    }
+}
+
 template <typename T, bool kMasked>
 __global__ void __launch_bounds__(kRowsCtaThreads, 1)
     softmax_fwd_resident(const __grid_constant__ SoftmaxFwdParams p, const TeamShape shape) {
@@ -344,6 +450,23 @@ __global__ void __launch_bounds__(32 * kRowsColumnsWarps, 1)
   });
 }
 
+// Up to 256 lanes softmax_fwd_plain is as fast, and so it is for as many rows as it holds at once in CTAs, two an SM.
+template <typename T>
+bool takes_wide(const SoftmaxFwdParams& p, const RowsPlan& plan, bool on_16) {
+  const bool many = plan.cluster > 1 || p.rows > 2 * rows_resident_groups(1);
+  return on_16 && plan.lanes > kRowsCtaThreads / 2 && many && p.y.dtype == dtype_of<T>::value && !p.causal &&
+         (p.log ? p.scale == 1.0 && plan.cluster > 1 : float(p.scale) > 0.0f);
+}
+template <typename T>
+auto wide_kernel(const SoftmaxFwdParams& p, RowsTier tier) {
+  if (tier == RowsTier::kCluster)
+    return p.log            ? softmax_fwd_wide<T, false, true, TeamKind::kCluster>
+           : p.scale == 1.0 ? softmax_fwd_wide<T, false, false, TeamKind::kCluster>
+                            : softmax_fwd_wide<T, true, false, TeamKind::kCluster>;
+  return p.scale == 1.0 ? softmax_fwd_wide<T, false, false, TeamKind::kCta>
+                        : softmax_fwd_wide<T, true, false, TeamKind::kCta>;
+}
+
 }  // namespace
 
 Status launch_softmax_fwd(const SoftmaxFwdParams& p, cudaStream_t stream) {
@@ -369,6 +492,12 @@ Status launch_softmax_fwd(const SoftmaxFwdParams& p, cudaStream_t stream) {
           return launch_rows(kernel, device->arch, ctas, plan.cta_threads(), plan.cluster, scratch, stream, p, shape);
         };
         const bool on_16 = p.cols % plan.vector == 0 && aligned_rows(p.x) && aligned_rows(p.y);
+        if constexpr (sizeof(T) == 2)
+          if (takes_wide<T>(p, plan, on_16)) {
+            const TeamShape wide = wide_shape(shape);
+            return launch_rows(wide_kernel<T>(p, plan.tier), device->arch, ctas, wide.lanes, plan.cluster, scratch,
+                               stream, p, wide);
+          }
         if (p.y.dtype == dtype_of<T>::value) {
           if (on_16) return launch(p.log ? softmax_fwd_plain<T, T, true, true> : softmax_fwd_plain<T, T, false, true>);
           return launch(p.log ? softmax_fwd_plain<T, T, true, false> : softmax_fwd_plain<T, T, false, false>);

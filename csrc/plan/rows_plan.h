@@ -103,6 +103,11 @@ inline int64_t norm_bwd_shared_bytes(const RowsPlan& plan, int64_t s_size, int64
          plan.rows_per_cta * plan.stages * 8;  // and a barrier per slot and stage
 }
 
+// CTAs or clusters that an H200 holds at once with one CTA an SM (cudaOccupancyMaxActiveClusters).
+constexpr int rows_resident_groups(int cluster) {
+  return cluster == 1 ? 132 : cluster == 2 ? 66 : cluster == 4 ? 30 : cluster == 8 ? 15 : 7;
+}
+
 // `other` is the dtype of the second operand held with the row: dy in norm backward, else the row's own.
 inline RowsPlan plan_rows(RowsOp op, int64_t cols, DType dtype, DType other, RowsLayout layout, int arch) {
   RowsPlan plan;
@@ -166,13 +171,7 @@ inline RowsPlan plan_rows(RowsOp op, int64_t cols, DType dtype, DType other, Row
     plan.reason = "adjacent rows: one lane per row keeps the accesses coalesced";
   }
   if (op == RowsOp::kNormBwd) {
-    // One CTA per SM of an H200, and as many clusters as it holds at once (cudaOccupancyMaxActiveClusters): 66, 30,
-    // 15, 7.
-    plan.row_groups = plan.cluster == 1   ? 132
-                      : plan.cluster == 2 ? 66
-                      : plan.cluster == 4 ? 30
-                      : plan.cluster == 8 ? 15
-                                          : 7;
+    plan.row_groups = rows_resident_groups(plan.cluster);
     if (plan.tier == RowsTier::kStreaming) plan.row_groups = 16;
     plan.stages = 4;
     while (plan.stages > 1 &&
