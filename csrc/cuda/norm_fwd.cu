@@ -204,10 +204,10 @@ bool takes_aligned(const NormFwdParams& p, RowsTier tier, bool on_16) {
 // rms_fwd_wide's: rms_norm of long rows in a CTA, without a residual. An SM has held two of them as it is, so few rows
 // are faster so (64x16384: 4.2 us, and 4.5 here).
 template <typename T>
-bool takes_wide(const NormFwdParams& p, const RowsPlan& plan, bool on_16) {
+bool takes_wide(const NormFwdParams& p, const RowsPlan& plan, bool on_16, int arch) {
   const bool weight = p.weight.data && p.weight.dtype == dtype_of<T>::value && !p.bias.data;
   const bool longer = plan.tier == RowsTier::kCta && plan.lanes > kRowsCtaThreads / 2;
-  return on_16 && p.rms && longer && p.rows > 2 * rows_resident_groups(1) && !p.residual.data &&
+  return arch == 90 && on_16 && p.rms && longer && p.rows > 2 * rows_resident_groups(1) && !p.residual.data &&
          p.y.dtype == dtype_of<T>::value && weight;
 }
 template <typename T, bool kWhole>
@@ -224,10 +224,9 @@ auto aligned_kernel(const NormFwdParams& p, RowsTier tier) {
 // Of those, norm_fwd_pipeline's: long rows without a residual, where an SM has the shared memory. The bits are the
 // same; a row takes three turns, so few rows are faster each by itself (64x16384: 3.9 us, and 5.8 here; 64x131072: 17.0
 // and 15.4).
-bool takes_pipeline(const NormFwdParams& p, const RowsPlan& plan, const TeamShape& shape, int arch) {
+bool takes_pipeline(const NormFwdParams& p, const RowsPlan& plan, int arch) {
   const bool longer = p.rms ? plan.cluster > 2 : plan.lanes > kRowsCtaThreads / 2;
-  return !p.residual.data && longer && p.rows >= 4 * rows_resident_groups(plan.cluster) && arch >= 90 &&
-         pipeline_shared_bytes(shape) <= rows_max_shared(arch);
+  return !p.residual.data && longer && p.rows >= 4 * rows_resident_groups(plan.cluster) && arch == 90;
 }
 template <typename T, bool kWhole>
 auto pipeline_kernel(const NormFwdParams& p, RowsTier tier) {
@@ -265,13 +264,13 @@ Status launch_norm_fwd(const NormFwdParams& p, cudaStream_t stream) {
         if (plain<T>(p)) {
           const bool on_16 = aligned(p, plan.vector);
           if constexpr (sizeof(T) == 2) {
-            if (takes_wide<T>(p, plan, on_16)) {
+            if (takes_wide<T>(p, plan, on_16, device->arch)) {
               const TeamShape wide = wide_shape(shape);
               return launch_rows(rms_fwd_wide<T>, device->arch, ctas, wide.lanes, 1, scratch, stream, p, wide);
             }
             if (takes_aligned<T>(p, plan.tier, on_16)) {
               const bool whole = p.cols == int64_t(plan.cluster) * plan.lanes * plan.vectors_per_thread * plan.vector;
-              if (takes_pipeline(p, plan, shape, device->arch)) {
+              if (takes_pipeline(p, plan, device->arch)) {
                 const int64_t most = rows_resident_groups(plan.cluster), turns = (p.rows + most - 1) / most;
                 return launch_rows(
                     whole ? pipeline_kernel<T, true>(p, plan.tier) : pipeline_kernel<T, false>(p, plan.tier),

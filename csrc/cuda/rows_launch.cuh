@@ -10,9 +10,14 @@
 
 namespace ampkernels::cuda {
 
+// What the kernels may use: the device's architecture, or, where they come from PTX of one before 9.0, that one, whose
+// code has no clusters and no bulk copies.
 struct Device {
   int arch = 0;  // 80, 90, ...
 };
+namespace {
+__global__ void as_compiled() {}
+}  // namespace
 inline const Device* current_device(Status* status) {
   static Device devices[64];
   int index = 0;
@@ -22,7 +27,11 @@ inline const Device* current_device(Status* status) {
     int major = 0, minor = 0;
     error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index);
-    if (error == cudaSuccess) __atomic_store_n(&devices[index].arch, 10 * major + minor, __ATOMIC_RELAXED);
+    cudaFuncAttributes attributes = {};
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, as_compiled);
+    const int compiled = attributes.ptxVersion, arch = 10 * major + minor;
+    if (error == cudaSuccess)
+      __atomic_store_n(&devices[index].arch, compiled < 90 ? std::min(compiled, arch) : arch, __ATOMIC_RELAXED);
   }
   if (error != cudaSuccess) {
     *status = Status{"cannot query the current device", int(error)};

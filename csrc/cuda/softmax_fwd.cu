@@ -238,10 +238,11 @@ __device__ __forceinline__ uint32_t max_pair(uint32_t a, uint32_t b) {
 // them is latency, the load's and in a cluster the exchanges', which only other rows of the SM fill. So the row stays
 // as it was stored, and a thread does the work of two lanes of the plan: 64 elements in 32 registers, widened again for
 // each of the three passes, and 128 KB of rows on an SM, in clusters 160, where softmax_fwd_plain has 64. The same sums
-// in the same order.
+// in the same order. For 9.0, where it was timed: for others the registers do not suffice.
 template <typename T, bool kScaled, bool kLog, TeamKind kTeam>
 __global__ void __launch_bounds__(kRowsCtaThreads / 2, kTeam == TeamKind::kCluster && !kLog ? 5 : 4)
     softmax_fwd_wide(const __grid_constant__ SoftmaxFwdParams p, const __grid_constant__ TeamShape shape) {
+#if __CUDA_ARCH__ == 900
   using C = float;
   constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
   constexpr uint32_t kMinusInfinity = dtype_of<T>::value == DType::kBFloat16 ? 0xff80ff80u : 0xfc00fc00u;  // a pair
@@ -329,6 +330,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads / 2, kTeam == TeamKind::kClust
       out.round_from(y);
       if (exists(i, k)) store_unit<16>(to + uint32_t(vector(i, k)) * 16u, out.w);
     }
+#endif
 }
 
 template <typename T, bool kMasked>
@@ -452,10 +454,10 @@ __global__ void __launch_bounds__(32 * kRowsColumnsWarps, 1)
 
 // Up to 256 lanes softmax_fwd_plain is as fast, and so it is for as many rows as it holds at once in CTAs, two an SM.
 template <typename T>
-bool takes_wide(const SoftmaxFwdParams& p, const RowsPlan& plan, bool on_16) {
+bool takes_wide(const SoftmaxFwdParams& p, const RowsPlan& plan, bool on_16, int arch) {
   const bool many = plan.cluster > 1 || p.rows > 2 * rows_resident_groups(1);
-  return on_16 && plan.lanes > kRowsCtaThreads / 2 && many && p.y.dtype == dtype_of<T>::value && !p.causal &&
-         (p.log ? p.scale == 1.0 && plan.cluster > 1 : float(p.scale) > 0.0f);
+  return arch == 90 && on_16 && plan.lanes > kRowsCtaThreads / 2 && many && p.y.dtype == dtype_of<T>::value &&
+         !p.causal && (p.log ? p.scale == 1.0 && plan.cluster > 1 : float(p.scale) > 0.0f);
 }
 template <typename T>
 auto wide_kernel(const SoftmaxFwdParams& p, RowsTier tier) {
@@ -493,7 +495,7 @@ Status launch_softmax_fwd(const SoftmaxFwdParams& p, cudaStream_t stream) {
         };
         const bool on_16 = p.cols % plan.vector == 0 && aligned_rows(p.x) && aligned_rows(p.y);
         if constexpr (sizeof(T) == 2)
-          if (takes_wide<T>(p, plan, on_16)) {
+          if (takes_wide<T>(p, plan, on_16, device->arch)) {
             const TeamShape wide = wide_shape(shape);
             return launch_rows(wide_kernel<T>(p, plan.tier), device->arch, ctas, wide.lanes, plan.cluster, scratch,
                                stream, p, wide);
