@@ -61,7 +61,7 @@ def test_k_is_split_where_the_tiles_are_few(cuda, dtype, accumulate, op, rows):
     w1 = randn(n * (2 if op == "gated_linear" else 1), k, dtype=dtype, device=cuda, seed=1, scale=k**-0.5)
     args = [randn(m, k, dtype=dtype, device=cuda), w1]
     if op == "mlp":
-        args += [None, randn(k, n, dtype=dtype, device=cuda, seed=2, scale=n**-0.5)]
+        args += [None, randn(k, n, dtype=dtype, device=cuda, seed=2, scale=n**-0.5), None]
     function = getattr(ak, op)
 
     def run(path, operands):
