@@ -253,10 +253,10 @@ def _gemm_ahead(
     if device != "cuda" or arch != 90 or dtype not in _16_BIT or policy.dtype != torch.float32:
         return []
     if 64 < m <= 512:
-        times = "2" if policy.chunk else "1.2 to 1.6"
+        times = "1.9 to 2.8" if policy.chunk else "1.2"
         return [f"cuBLAS's plain product is {times} times as fast at 256 rows (h200/decode.csv)"]
     if policy.chunk and m > 512:
-        return ["a chunk takes 1.05 to 1.29 times as long as fp32 (h200/providers-gemm.csv)"]
+        return ["a chunk takes 1.04 to 1.19 times as long as fp32 (h200/providers-gemm.csv)"]
     if policy.chunk and policy.chunk < 512 and k >= 32 * policy.chunk:
         return ["cuBLAS is 1.3 times as fast at K = 14336 in chunks of 128 (h200/decode.csv)"]
     if m > 512 and k < 1024 and activation == "gelu_tanh":
