@@ -305,12 +305,16 @@ class Run:
                 from benchmarks import training
 
                 named = training.tasks(self.device, self.out, self._names(), self.quick, self.console)
+            elif suite == "host":
+                from benchmarks import host
+
+                named = host.tasks(self.device, self.dtypes, self.directions, self.providers, self.budget)
             else:
                 from benchmarks import accuracy
 
                 named = accuracy.tasks(self.device, self.dtypes, self.providers, self.accumulates, self.quick)
             for name, work in named:
-                yield Task(suite, name, work)
+                yield Task(suite, name, work, extra=self.quick and suite == "host")
 
     def _measure_roofs(self, gemm: bool) -> list[Row]:
         """All roofs, whether or not a row needs them; their rows are those that are fresh."""
@@ -404,12 +408,12 @@ def print_list(console: Console) -> None:
         console.print(f"[bold]{suite}[/bold]")
         for group in suites.GROUPS[suite]:
             console.print(f"  {suites.describe_group(group)}", highlight=False, soft_wrap=True)
-    from benchmarks import accuracy, models, training
+    from benchmarks import accuracy, host, models, training
 
-    others = {"model": models.describe(), "train": training.describe(), "numerics": accuracy.describe()}
+    others = {"model": models, "train": training, "numerics": accuracy, "host": host}
     for suite in suites.OTHER_SUITES:
         console.print(f"[bold]{suite}[/bold]")
-        for line in others[suite]:
+        for line in others[suite].describe():
             console.print(f"  {line}", highlight=False, soft_wrap=True)
     console.print("[bold]providers[/bold]")
     for provider in PROVIDERS.values():

@@ -120,7 +120,7 @@ def _shape(row: Row) -> tuple[int, ...]:
 
 
 def _is_op(row: Row) -> bool:
-    return row.op in OPS and not variant(row.op, row.setting)
+    return row.suite in OPS and row.op in OPS and not variant(row.op, row.setting)
 
 
 def _main_dtype(rows: Iterable[Row]) -> str | None:

@@ -41,7 +41,7 @@ class Row:
     p80_us: float | None = None
     call_us: float | None = None
     rounds: int | None = None
-    timing: str = ""  # "graph", "events" or "wall"
+    timing: str = ""  # "graph", "events", "wall" or "host"
     rate: float | None = None
     unit: str = ""  # "TFLOP/s", "GB/s", "samples/s", "tokens/s"
     roof: str = ""  # which measured roof

@@ -25,6 +25,10 @@ _HEADER = (
     "| op | shape | | dtype | eager µs | best peer µs | ours µs | x eager | x peer | of roof | rel. L2: ours | eager |",
     "|---|---|---|---|---|---|---|---|---|---|---|---|",
 )
+_HOST_HEADER = (
+    "| call from Python | | dtype | eager µs: forward | with a graph | and backward | ours µs: forward | with a graph | and backward |",
+    "|---|---|---|---|---|---|---|---|---|",
+)
 _MODEL_HEADER = (
     "| model | layers x batch x length | | dtype | eager AMP ms | fused | compile | fused + compile |",
     "|---|---|---|---|---|---|---|---|",
@@ -81,9 +85,9 @@ def _section(folder: Path, rows: Sequence[Row], relative_to: Path, folded: bool)
         lines += ["", *_HEADER, *main]
     if others:
         lines += ["", f"<details><summary>{len(others)} more points</summary>", "", *_HEADER, *others, "", "</details>"]
-    table = _model_table(rows)
-    if table:
-        lines += ["", *_MODEL_HEADER, *table]
+    for header, table in ((_MODEL_HEADER, _model_table(rows)), (_HOST_HEADER, _host_table(rows))):
+        if table:
+            lines += ["", *header, *table]
     trained = [r for r in rows if r.suite == "train" and r.rounds]
     trained = [r for r in trained if r.rounds == max(r.rounds or 0 for r in trained)]  # not --quick's few steps
     table = _train_table(trained)
@@ -174,6 +178,18 @@ def _model_table(rows: Sequence[Row]) -> list[str]:
                 cells.append(f"{found.median_us / 1000:.2f} ({_ratio(found.speedup)}x)")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _host_table(rows: Sequence[Row]) -> list[str]:
+    points: dict[tuple[str, ...], dict[tuple[str, str], Row]] = {}
+    for row in rows:
+        if row.suite == "host" and row.status == "ok" and finite(row.median_us):
+            points.setdefault((row.op, row.shape, row.dtype), {})[row.provider, row.direction] = row
+    kinds = ("fwd", "fwd+graph", "fwd+bwd")
+    return [
+        f"| {' | '.join([*key, *(_time(point.get((name, k))) for name in ('eager', 'ampkernels') for k in kinds)])} |"
+        for key, point in points.items()
+    ]
 
 
 def _train_table(rows: Sequence[Row]) -> list[str]:

@@ -78,7 +78,7 @@ GROUPS: dict[str, tuple[Group, ...]] = {
     "rms_norm": _ROW_GROUPS,
 }
 OP_SUITES = tuple(GROUPS)
-OTHER_SUITES = ("model", "train", "numerics")
+OTHER_SUITES = ("model", "train", "numerics", "host")
 SUITES = (*OP_SUITES, *OTHER_SUITES)
 
 # The first of each comes first; the others only while the time limit has room for them.
@@ -160,7 +160,7 @@ def _chosen(op: str, device: torch.device, shapes: Sequence[str] | None, quick: 
 
 
 def share_shapes(names: Sequence[str], chosen: Sequence[str], models: Sequence[str]) -> dict[str, list[str]]:
-    """Which of the names of --shapes each of the chosen suites takes; `train` and `numerics` take none.
+    """Which of the names of --shapes each of the chosen suites takes; the others take none.
 
     Raises:
         ValueError: No suite knows a name, or nothing is left for a suite; the message lists what there is.

@@ -40,7 +40,7 @@ def _status(row: Row) -> str:
 _COLUMNS: tuple[tuple[str, JustifyMethod, Callable[[Row], str]], ...] = (
     ("provider", "left", lambda r: r.provider),
     ("accumulate", "left", lambda r: r.accumulate),
-    ("kernel", "right", lambda r: microseconds(r.median_us)),
+    ("kernel", "right", lambda r: "" if r.timing == "host" else microseconds(r.median_us)),
     ("p20-p80", "right", lambda r: "" if r.p20_us is None else f"{microseconds(r.p20_us)}-{microseconds(r.p80_us)}"),
     ("call", "right", lambda r: microseconds(r.call_us)),
     ("rate", "right", lambda r: "" if r.rate is None else f"{r.rate:.4g} {r.unit}"),

@@ -51,7 +51,7 @@ class Timing:
 
     samples: list[float]
     call_s: float
-    method: str  # "graph", "events" or "wall"
+    method: str  # "graph", "events", "wall" or "host"
     note: str = ""
 
     @property

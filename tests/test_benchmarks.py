@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("rich")
 
-from benchmarks import cli, errors, runner, suites, timing
+from benchmarks import cli, errors, host, runner, suites, timing
 from benchmarks.ops import LAYOUTS, OPS, RESIDUAL
 from benchmarks.providers import (
     EAGER,
@@ -639,7 +639,7 @@ def test_the_quick_set_reaches_every_suite_before_any_second_shape(monkeypatch, 
     run = cli.Run(options)
     tasks = list(run.tasks())
     first = [task for task in tasks if not task.extra]
-    assert {task.suite for task in first} == {"roofs", *suites.SUITES}
+    assert {task.suite for task in first} == {"roofs", *suites.SUITES} - {"host"}
     for suite in suites.OP_SUITES:
         names = [task.name for task in first if task.suite == suite]
         assert [name.split()[-1] for name in names] == ["fwd", "bwd"]
@@ -647,6 +647,26 @@ def test_the_quick_set_reaches_every_suite_before_any_second_shape(monkeypatch, 
     notes = " ".join(run.notes())
     assert all(name in notes for name in ("compile", "quack", "quack_mm", "python -m benchmarks all"))
     assert {p.name for p in run.providers} >= {"ampkernels", "eager", "liger"}
+
+
+def test_host_time_is_measured_for_three_kinds_of_call():
+    def broken(op, *tensors):
+        raise RuntimeError("no")
+
+    def slow(op, *tensors):
+        time.sleep(1e-3)
+        return EAGER[op](*tensors)
+
+    providers = [Eager(), Fake("slow", slow), Fake("broken", broken), PROVIDERS["mm"], PROVIDERS["cublaslt"]]
+    named = dict(host.tasks(CPU, [torch.bfloat16], ("fwd", "bwd"), providers, SHORT))
+    assert len(named) == 3 * len(OPS)
+    assert len(dict(host.tasks(CPU, [torch.bfloat16], ("fwd",), providers, SHORT))) == 2 * len(OPS)
+    for kind in host.KINDS:
+        rows = {row.provider: row for row in named[f"host linear bf16 {kind}"]()}
+        assert rows.keys() == {"eager", "slow", "broken"} and {row.direction for row in rows.values()} == {kind}
+        assert rows["broken"].status == "error" and rows["broken"].median_us is None
+        assert 1000 < rows["slow"].median_us < 50_000 and rows["slow"].rank == 2
+        assert rows["eager"].speedup == 1 > rows["slow"].speedup and rows["eager"].rank == 1
 
 
 def test_a_quick_run_on_a_gpu_has_a_time_limit(monkeypatch):
