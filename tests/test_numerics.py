@@ -7,7 +7,7 @@ import torch
 
 import ampkernels as ak
 from ampkernels import numerics, reference
-from ampkernels.numerics import data, golden, table
+from ampkernels.numerics import data, fuzz, golden, table
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -274,3 +274,20 @@ def test_command_dtypes_and_plot(tmp_path, capsys):
     path = tmp_path / "error.png"
     numerics.main(["--k", "32", "64", "--rows", "4", "--columns", "4", "--device", "cpu", "--plot", str(path)])
     assert path.stat().st_size > 1000
+
+
+def test_the_fuzz_finds_nothing_and_says_how_far_it_got(device, capsys):
+    assert fuzz.main(["--cases", "4", "--seed", "1", "--device", device]) == 0
+    printed = capsys.readouterr().out
+    assert f"4 cases, seed 1, {device}: 0 differing bit patterns" in printed and "rows" in printed
+    assert fuzz.main(["--cases", "4", "--limit", "0", "--device", device]) == 0
+    assert "0 cases of 4, then the limit" in capsys.readouterr().out
+
+
+def test_the_fuzz_fails_where_a_bit_differs(monkeypatch, capsys):
+    def spoilt(case, device, choose, tallies):
+        tallies["rows"].differing += 1
+
+    monkeypatch.setattr(fuzz, "compare", spoilt)
+    assert fuzz.main(["--cases", "1", "--device", "cpu"]) == 1
+    assert "1 differing bit patterns" in capsys.readouterr().out

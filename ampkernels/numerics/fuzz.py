@@ -17,8 +17,10 @@ Exits with 1 if a bit differs.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -158,20 +160,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS", help="begin no case after that")
     args = parser.parse_args(argv)
     choose = random.Random(args.seed)
     tallies = {kind: Tally() for kind in ("run", "rows", "layout", "path", "cpu")}
-    for i in range(args.cases):
+    end, done = time.monotonic() + args.limit, 0
+    while done < args.cases and time.monotonic() < end:
         compare(draw(choose), args.device, choose, tallies)
-        if sys.stderr.isatty() and i % 20 == 0:
-            print(f"\r{i} of {args.cases} cases", end="", file=sys.stderr)
+        done += 1
+        if sys.stderr.isatty() and done % 20 == 0:
+            print(f"\r{done} of {args.cases} cases", end="", file=sys.stderr)
     differing = 0
     for kind, t in tallies.items():
         print(f"{kind:<7}{t.comparisons:>8} comparisons {t.elements:>12} elements {t.differing:>8} with other bits")
         differing += t.differing
         for example in t.examples:
             print(f"     {example}")
-    print(f"{args.cases} cases, seed {args.seed}, {args.device}: {differing} differing bit patterns")
+    left = "" if done == args.cases else f" of {args.cases}, then the limit"
+    print(f"{done} cases{left}, seed {args.seed}, {args.device}: {differing} differing bit patterns")
     return 1 if differing else 0
 
 
