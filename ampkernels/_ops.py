@@ -38,8 +38,8 @@ ACTIVATION_NUMBERS: dict[str | None, int] = {  # ampkernels::Activation in csrc/
 ACTIVATIONS: tuple[str | None, ...] = tuple(ACTIVATION_NUMBERS)
 NONE, RELU = ACTIVATION_NUMBERS[None], ACTIVATION_NUMBERS["relu"]
 
-# torch's numbers of the dtypes (torch/headeronly/core/ScalarType.h). Operators take either; a number costs 0.5 µs less
-# per argument and call, as torch looks for `__torch_function__` on a torch.dtype and formats an AttributeError each time.
+# torch's numbers of the dtypes (torch/headeronly/core/ScalarType.h). Operators take either; a number costs less,
+# as torch looks for `__torch_function__` on a torch.dtype and formats an AttributeError each time.
 DTYPE: dict[torch.dtype | None, Any] = {
     None: None,
     torch.float16: 5,

@@ -163,6 +163,8 @@ class Run:
         self.environment = environment(self.device, options.commit)
         self.layout: str = options.layout
         self.residual: bool = options.residual
+        if self.layout != "contiguous" and not set(self.suites) <= set(suites.OP_SUITES):
+            raise ValueError(f"--layout is for {', '.join(suites.OP_SUITES)}, got {', '.join(self.suites)}")
         if self.residual and not set(self.suites) <= set(RESIDUAL):
             raise ValueError(f"--residual is for {' and '.join(RESIDUAL)}, got {', '.join(self.suites)}")
         if self.residual and options.direction == "bwd":
@@ -271,8 +273,8 @@ class Run:
             self.directions,
             self.shapes[suite],
             self.quick,
-            self.layout,
-            self.residual,
+            layout=self.layout,
+            residual=self.residual,
         )
 
     def tasks(self) -> Iterator[Task]:

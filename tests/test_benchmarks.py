@@ -477,6 +477,7 @@ def test_aliases_and_unknown_providers():
         (["softmax", "--residual"], "--residual is for layer_norm and rms_norm, got softmax"),
         (["rms_norm", "--residual", "--direction", "bwd"], "--residual measures the forward alone"),
         (["softmax", "--layout", "odd"], "contiguous"),
+        (["softmax", "host", "--layout", "strided"], "--layout is for linear, gated_linear"),
         (["lniear"], "unknown suite 'lniear'; valid: linear, gated_linear, mlp, softmax"),
         (["linear", "--providers", "cudnn"], "unknown provider 'cudnn'; valid: ampkernels, eager"),
         (
