@@ -15,6 +15,7 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 
 ROOT = Path(__file__).resolve().parent
@@ -45,8 +46,12 @@ try:
 except ImportError as error:
     sys.exit(
         f"ampkernels: {error.name} is needed to build. With --no-build-isolation, first run\n"
-        "    pip install 'torch>=2.10' setuptools ninja pybind11\n"
+        "    pip install 'torch>=2.10' 'setuptools>=77' ninja pybind11\n"
         "or leave the flag out, and pip brings them for the build alone."
+    )
+if int(setuptools.__version__.split(".")[0]) < 77:  # it cannot read pyproject.toml's license
+    sys.exit(
+        f"ampkernels: setuptools {setuptools.__version__} is too old to build. First run: pip install 'setuptools>=77'"
     )
 # Run by path, an environment's Python does not put the environment's programs on PATH.
 os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, os.environ.get("PATH", "")])
