@@ -58,6 +58,33 @@ def test_alignment_does_not_matter(device, op, dtype, length):
     assert torch.equal(ROW_OPS[op](gap[:, 3 : 3 + length].copy_(x)), y)
 
 
+@pytest.mark.parametrize(
+    "length", [32, 200, 256, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 8192, 12288, 16384]
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
+@pytest.mark.parametrize("op", ["softmax", "layer_norm", "rms_norm"])
+def test_kernels_for_many_aligned_rows_have_the_same_bits(device, op, dtype, length):
+    """Rows on 16 bytes with parameters of their dtype have kernels of their own, some of them from so many rows on; rows
+    off 16 bytes have none of these."""
+    rows = max(3_400_000 // length, 530) if device == "cuda" else 37
+    x = randn(rows, length, dtype=dtype, device=device)
+    x[2::5] += 100.0
+    if dtype == torch.bfloat16:
+        x[1::5] *= 1e30  # the squares overflow: such a row is taken again, the others of its warp are not
+    w, b = (t.to(dtype) for t in affine(x))
+    run = {
+        "softmax": lambda x: torch.cat([ak.softmax(x), ak.softmax(x, scale=0.3)]),
+        "layer_norm": lambda x: ak.layer_norm(x, (length,), w, b),
+        "rms_norm": lambda x: ak.rms_norm(x, (length,), w),
+    }[op]
+    y = run(x)
+    moved = torch.empty(rows * length + 1, dtype=dtype, device=device)[1:].view(rows, length).copy_(x)
+    assert torch.equal(run(moved), y)
+    few = slice(rows - 7, rows)
+    parts = y.view(-1, rows, length)
+    assert torch.equal(run(x[few]).view(-1, 7, length), parts[:, few])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 def test_run_to_run(device, dtype):
     x = leaf(randn(777, 384, dtype=dtype, device=device))

@@ -1,15 +1,18 @@
 // layer_norm and rms_norm forward: s = x + residual, then y = (s - mean) * rstd * weight + bias, or s * rstd * (weight
 // + offset); the sum, the mean and rstd as asked for.
 //
-// Layout. Resident tiers: the row of s in registers, in the compute type (rows_common.cuh); norm_fwd_aligned in
-// clusters and rms_fwd_wide: as it was stored; norm_fwd_pipeline: so in shared memory. Streaming tier: one CTA per row,
-// read once for the mean, once for the deviations, once for the result. Statistics. Two passes over the row: the mean,
-// then the deviations from it and their squares. The mean of the deviations corrects the rounding of the first mean, so
-// a row whose mean is 10^4 times its deviation loses nothing. If a square overflows (|s| > 10^19 in fp32), the row is
-// scaled by a power of two, exactly, and its statistics are taken again. Synchronisation. One barrier (or cluster
-// barrier) per statistic. Rounding points. x + residual once; the sums (fp32, or fp64 for fp64 rows); 1 / sqrt; (s -
-// mean), times rstd, times weight, plus bias, each once; then y and sum once, to their dtypes.
+// Layout. Resident tiers: the row of s in registers, in the compute type (rows_common.cuh), rms_fwd_pair with two
+// threads to a lane; norm_fwd_aligned in clusters and rms_fwd_wide: as it was stored; norm_fwd_pipeline: so in shared
+// memory. Streaming tier: one CTA per row, read once for the mean, once for the deviations, once for the result.
+// Statistics. Two passes over the row: the mean, then the deviations from it and their squares. The mean of the
+// deviations corrects the rounding of the first mean, so a row whose mean is 10^4 times its deviation loses nothing. If
+// a square overflows (|s| > 10^19 in fp32), the row is scaled by a power of two, exactly, and its statistics are taken
+// again. Synchronisation. One barrier (or cluster barrier) per statistic. Rounding points. x + residual once; the sums
+// (fp32, or fp64 for fp64 rows); 1 / sqrt; (s - mean), times rstd, times weight, plus bias, each once; then y and sum
+// once, to their dtypes.
 #include "norm_fwd_aligned.cuh"
+#include "norm_fwd_flat.cuh"
+#include "norm_fwd_pair.cuh"
 #include "norm_fwd_pipeline.cuh"
 #include "norm_fwd_wide.cuh"
 
@@ -202,7 +205,7 @@ bool takes_aligned(const NormFwdParams& p, RowsTier tier, bool on_16) {
   return on_16 && sizeof(T) == 2 && p.y.dtype == dtype_of<T>::value && parameters && tiers;
 }
 // rms_fwd_wide's: rms_norm of long rows in a CTA, without a residual. An SM has held two of them as it is, so few rows
-// are faster so (64x16384: 4.2 us, and 4.5 here).
+// are faster so.
 template <typename T>
 bool takes_wide(const NormFwdParams& p, const RowsPlan& plan, bool on_16, int arch) {
   const bool weight = p.weight.data && p.weight.dtype == dtype_of<T>::value && !p.bias.data;
@@ -221,9 +224,29 @@ auto aligned_kernel(const NormFwdParams& p, RowsTier tier) {
                : norm_fwd_aligned<T, false, false, kWhole, TeamKind::kWarp>;
 }
 
+// layer_norm_flat's: layer_norm of more than 1024 and up to 8192 columns, without a residual, every lane whole. Few
+// rows, and rows whose lanes are not, are as fast or faster in norm_fwd_aligned.
+bool takes_flat(const NormFwdParams& p, const RowsPlan& plan, bool whole, int arch) {
+  return arch == 90 && whole && !p.rms && plan.tier == RowsTier::kCta && plan.lanes <= kRowsCtaThreads / 2 &&
+         p.rows > 2 * rows_resident_groups(1) && !p.residual.data;
+}
+template <typename T>
+auto flat_kernel(int warps) {
+  return warps == 2 ? layer_norm_flat<T, 2> : warps == 4 ? layer_norm_flat<T, 4> : layer_norm_flat<T, 8>;
+}
+
+// rms_fwd_pair's: rms_norm of up to 4096 columns, without a residual, every lane whole. In warps only rows that fill
+// every SM twice over: fewer are faster in norm_fwd_aligned.
+template <typename T>
+bool takes_pair(const NormFwdParams& p, const RowsPlan& plan, bool on_16, bool whole, int arch) {
+  const bool weight = p.weight.data && p.weight.dtype == dtype_of<T>::value && !p.bias.data;
+  const bool many = plan.tier == RowsTier::kCta || p.rows * plan.lanes > 768 * rows_resident_groups(1);
+  return arch == 90 && on_16 && whole && p.rms && takes_pairs(plan) && many && !p.residual.data &&
+         p.y.dtype == dtype_of<T>::value && weight;
+}
+
 // Of those, norm_fwd_pipeline's: long rows without a residual, where an SM has the shared memory. The bits are the
-// same; a row takes three turns, so few rows are faster each by itself (64x16384: 3.9 us, and 5.8 here; 64x131072: 17.0
-// and 15.4).
+// same; a row takes three turns, so few rows are faster each by itself.
 bool takes_pipeline(const NormFwdParams& p, const RowsPlan& plan, int arch) {
   const bool longer = p.rms ? plan.cluster > 2 : plan.lanes > kRowsCtaThreads / 2;
   return !p.residual.data && longer && p.rows >= 4 * rows_resident_groups(plan.cluster) && arch == 90;
@@ -268,14 +291,23 @@ Status launch_norm_fwd(const NormFwdParams& p, cudaStream_t stream) {
               const TeamShape wide = wide_shape(shape);
               return launch_rows(rms_fwd_wide<T>, device->arch, ctas, wide.lanes, 1, scratch, stream, p, wide);
             }
+            const bool whole = rows_whole(plan, p.cols);
+            if (takes_pair<T>(p, plan, on_16, whole, device->arch))
+              return with_pair_warps(plan, [&]<int kWarps>() {
+                return launch_pair(rms_fwd_pair<T, kWarps>, kWarps, device->arch, p, shape, stream);
+              });
             if (takes_aligned<T>(p, plan.tier, on_16)) {
-              const bool whole = p.cols == int64_t(plan.cluster) * plan.lanes * plan.vectors_per_thread * plan.vector;
               if (takes_pipeline(p, plan, device->arch)) {
                 const int64_t most = rows_resident_groups(plan.cluster), turns = (p.rows + most - 1) / most;
                 return launch_rows(
                     whole ? pipeline_kernel<T, true>(p, plan.tier) : pipeline_kernel<T, false>(p, plan.tier),
                     device->arch, (p.rows + turns - 1) / turns, plan.lanes, plan.cluster,
                     size_t(pipeline_shared_bytes(shape)), stream, p, shape);
+              }
+              if (takes_flat(p, plan, whole, device->arch)) {
+                const int warps = flat_warps(plan);
+                return launch_rows(flat_kernel<T>(warps), device->arch, ctas, plan.lanes, 1,
+                                   size_t(flat_scratch_bytes(warps)), stream, p, shape);
               }
               return launch(whole ? aligned_kernel<T, true>(p, plan.tier) : aligned_kernel<T, false>(p, plan.tier));
             }

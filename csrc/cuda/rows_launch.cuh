@@ -105,6 +105,11 @@ bool unit_stride_rows(const Row& m) {
   return m.col_stride == 1 && m.rows.ndim == 1;
 }
 
+// Every lane has all its vectors.
+inline bool rows_whole(const RowsPlan& plan, int64_t cols) {
+  return cols == int64_t(plan.cluster) * plan.lanes * plan.vectors_per_thread * plan.vector;
+}
+
 inline RowsLayout layout_of(int64_t cols, const RowsIn& x) {
   if (x.col_stride == 1 || cols == 1) return RowsLayout::kUnit;
   return x.rows.stride[x.rows.ndim - 1] == 1 ? RowsLayout::kColumns : RowsLayout::kGather;

@@ -1,14 +1,14 @@
 // softmax and log_softmax forward: y = e^(s - max) / sum(e^(s - max)), s = scale * x + mask, or s - max - log(sum).
 //
 // Layout. Resident tiers: a row's scores live in registers, in the compute type, 32 registers per thread
-// (rows_common.cuh deals the vectors); softmax_fwd_wide: as it was stored. Streaming tier: one CTA per row, online
-// maximum and sum, then a second reading. Columns tier: softmax over a dimension that is not the last; a lane per row
-// keeps the accesses coalesced, and the warps of a CTA add as the lanes of a resident row do (Columns); rows of more
-// than 16 such lanes are read three times. Synchronisation. One barrier (or cluster barrier) for the maximum, one for
-// the sum; columns: one a halving. Skipped reads. Columns past the diagonal of a causal row, and vectors whose mask
-// drops all of their elements. Rounding points. s once (one fma), s - max, e^, the sum (fp32, or fp64 for fp64 rows), 1
-// / sum and the product; then y once, to its dtype.
-#include "rows_common.cuh"
+// (rows_common.cuh deals the vectors); softmax_fwd_wide: as it was stored; softmax_fwd_pair: 16 registers, two threads
+// to a lane. Streaming tier: one CTA per row, online maximum and sum, then a second reading. Columns tier: softmax over
+// a dimension that is not the last; a lane per row keeps the accesses coalesced, and the warps of a CTA add as the
+// lanes of a resident row do (Columns); rows of more than 16 such lanes are read three times. Synchronisation. One
+// barrier (or cluster barrier) for the maximum, one for the sum; columns: one a halving. Skipped reads. Columns past
+// the diagonal of a causal row, and vectors whose mask drops all of their elements. Rounding points. s once (one fma),
+// s - max, e^, the sum (fp32, or fp64 for fp64 rows), 1 / sum and the product; then y once, to its dtype.
+#include "softmax_fwd_pair.cuh"
 
 namespace ampkernels::cuda {
 namespace {
@@ -225,15 +225,6 @@ __global__ void __launch_bounds__(kRowsCtaThreads, kAligned ? 2 : 1)
                                           });
 }
 
-// The larger ones of two pairs of 16-bit values: exact, and NaN is dropped, as by fmax.
-template <typename T>
-__device__ __forceinline__ uint32_t max_pair(uint32_t a, uint32_t b) {
-  if constexpr (dtype_of<T>::value == DType::kBFloat16)
-    return bit_cast<uint32_t>(__hmax2(bit_cast<__nv_bfloat162>(a), bit_cast<__nv_bfloat162>(b)));
-  else
-    return bit_cast<uint32_t>(__hmax2(bit_cast<__half2>(a), bit_cast<__half2>(b)));
-}
-
 // Long 16-bit rows on 16 bytes, of whole vectors, with results of their dtype, scale > 0, and not causal. What limits
 // them is latency, the load's and in a cluster the exchanges', which only other rows of the SM fill. So the row stays
 // as it was stored, and a thread does the work of two lanes of the plan: 64 elements in 32 registers, widened again for
@@ -245,7 +236,6 @@ __global__ void __launch_bounds__(kRowsCtaThreads / 2, kTeam == TeamKind::kClust
 #if __CUDA_ARCH__ == 900
   using C = float;
   constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
-  constexpr uint32_t kMinusInfinity = dtype_of<T>::value == DType::kBFloat16 ? 0xff80ff80u : 0xfc00fc00u;  // a pair
   grid_launch_dependents();
   grid_dependency_wait();
 
@@ -264,11 +254,11 @@ __global__ void __launch_bounds__(kRowsCtaThreads / 2, kTeam == TeamKind::kClust
 #pragma unroll
     for (int k = 0; k < K; ++k) {
 #pragma unroll
-      for (int w = 0; w < V / 2; ++w) x[i].pack[k].w[w] = kMinusInfinity;
+      for (int w = 0; w < V / 2; ++w) x[i].pack[k].w[w] = kMinusInfinityPair<T>;
       if (exists(i, k)) load_unit<16, Cache::kStream>(x[i].pack[k].w, from + uint32_t(vector(i, k)) * 16u);
     }
   Pack<T, 2> top;
-  top.w[0] = kMinusInfinity;
+  top.w[0] = kMinusInfinityPair<T>;
 #pragma unroll
   for (int i = 0; i < 2; ++i)
 #pragma unroll
@@ -469,6 +459,17 @@ auto wide_kernel(const SoftmaxFwdParams& p, RowsTier tier) {
                         : softmax_fwd_wide<T, true, false, TeamKind::kCta>;
 }
 
+// softmax_fwd_pair's: rows of up to 4096 columns.
+template <typename T>
+bool takes_pair(const SoftmaxFwdParams& p, const RowsPlan& plan, bool on_16, int arch) {
+  return arch == 90 && on_16 && takes_pairs(plan) && p.y.dtype == dtype_of<T>::value && !p.causal && !p.log &&
+         float(p.scale) > 0.0f;
+}
+template <typename T, int kWarps>
+auto pair_kernel(bool whole) {
+  return whole ? softmax_fwd_pair<T, true, kWarps> : softmax_fwd_pair<T, false, kWarps>;
+}
+
 }  // namespace
 
 Status launch_softmax_fwd(const SoftmaxFwdParams& p, cudaStream_t stream) {
@@ -494,12 +495,18 @@ Status launch_softmax_fwd(const SoftmaxFwdParams& p, cudaStream_t stream) {
           return launch_rows(kernel, device->arch, ctas, plan.cta_threads(), plan.cluster, scratch, stream, p, shape);
         };
         const bool on_16 = p.cols % plan.vector == 0 && aligned_rows(p.x) && aligned_rows(p.y);
-        if constexpr (sizeof(T) == 2)
+        if constexpr (sizeof(T) == 2) {
           if (takes_wide<T>(p, plan, on_16, device->arch)) {
             const TeamShape wide = wide_shape(shape);
             return launch_rows(wide_kernel<T>(p, plan.tier), device->arch, ctas, wide.lanes, plan.cluster, scratch,
                                stream, p, wide);
           }
+          if (takes_pair<T>(p, plan, on_16, device->arch))
+            return with_pair_warps(plan, [&]<int kWarps>() {
+              return launch_pair(pair_kernel<T, kWarps>(rows_whole(plan, p.cols)), kWarps, device->arch, p, shape,
+                                 stream);
+            });
+        }
         if (p.y.dtype == dtype_of<T>::value) {
           if (on_16) return launch(p.log ? softmax_fwd_plain<T, T, true, true> : softmax_fwd_plain<T, T, false, true>);
           return launch(p.log ? softmax_fwd_plain<T, T, true, false> : softmax_fwd_plain<T, T, false, false>);
