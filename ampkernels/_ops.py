@@ -89,6 +89,7 @@ def linear_fwd(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    residual: Tensor | None,
     activation: int,
     acc: torch.dtype,
     chunk: int,

@@ -98,10 +98,11 @@ def _linear(
     bias: Tensor | None = None,
     *,
     activation: str | None = None,
+    residual: Tensor | None = None,
     accumulate: Accumulate | str | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Explanation:
-    return _affine("linear", input, weight, bias, activation, accumulate, out_dtype)
+    return _affine("linear", input, weight, bias, activation, residual, accumulate, out_dtype)
 
 
 def _gated_linear(
@@ -113,7 +114,7 @@ def _gated_linear(
     accumulate: Accumulate | str | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Explanation:
-    return _affine("gated_linear", input, weight, bias, activation, accumulate, out_dtype)
+    return _affine("gated_linear", input, weight, bias, activation, None, accumulate, out_dtype)
 
 
 def _affine(
@@ -122,27 +123,36 @@ def _affine(
     weight: Tensor,
     bias: Tensor | None,
     activation: str | None,
+    residual: Tensor | None,
     accumulate: Accumulate | str | None,
     out_dtype: torch.dtype | None,
 ) -> Explanation:
     device = functional._check_tensors(op, ("input", "weight", "bias"), (input, weight, bias))
-    getattr(functional, op)(*_shapes(input, weight, bias), activation=activation, out_dtype=out_dtype)
+    shapes = _shapes(input, weight, bias)
+    added = {} if residual is None else {"residual": _shapes(residual)[0]}
+    getattr(functional, op)(*shapes, activation=activation, out_dtype=out_dtype, **added)
+    if residual is not None:
+        functional._check_added(op, residual, input, weight.shape[0])
     dtype = autocast.gemm_dtype(device, input.dtype, weight.dtype) or functional._refuse_mix(op, input, weight=weight)
     policy = resolve(op, accumulate, dtype)
-    out = out_dtype or dtype
-    training = functional._needs_grad(input, weight, bias)
+    out = out_dtype or (dtype if residual is None else residual.dtype)
+    training = functional._needs_grad(input, weight, bias, residual)
     gated = op == "gated_linear"
     fused = not gated and not (training and activation not in (None, "relu")) and out == dtype
+    if residual is not None:  # oneDNN adds one of the operands' dtype, to a product without activation
+        fused = fused and activation is None and residual.dtype == dtype
     result = Explanation(
         op,
         device,
-        _gemm_path(device, dtype, policy, fused and activation in _ONEDNN_ACTIVATIONS),
+        _gemm_path(device, dtype, policy, fused and activation in _ONEDNN_ACTIVATIONS, residual is not None),
         _gemm_plan(input, _operand(input, dtype), weight, dtype, policy, activation, "gated" if gated else "linear"),
         policy,
-        _dtypes({"input": input, "weight": weight, "bias": bias}, dtype, out),
+        _dtypes({"input": input, "weight": weight, "bias": bias, "residual": residual}, dtype, out),
     )
-    _gemm_rounding(result, device, dtype, activation, fused, training, gated)
-    _gemm_notes(result, device, dtype, {"input": input, "weight": weight}, training, out)
+    widened = out != dtype or (residual is not None and not fused)
+    _gemm_rounding(result, device, dtype, activation, fused, training, gated, widened)
+    _gemm_notes(result, device, dtype, {"input": input, "weight": weight}, training, widened)
+    _residual_notes(result, device, dtype, residual)
     m, k = input.numel() // max(input.shape[-1], 1), input.shape[-1]
     result.ahead = _gemm_ahead(device, _arch(input), dtype, m, k, policy, None if gated else activation)
     return result
@@ -156,15 +166,19 @@ def _mlp(
     b2: Tensor | None,
     *,
     activation: str | None = "gelu",
+    residual: Tensor | None = None,
     accumulate: Accumulate | str | None = None,
 ) -> Explanation:
     device = functional._check_tensors("mlp", ("input", "w1", "b1", "w2", "b2"), (input, w1, b1, w2, b2))
-    functional.mlp(*_shapes(input, w1, b1, w2, b2), activation=activation)
+    functional.mlp(*_shapes(input, w1, b1, w2, b2), activation=activation, residual=_shapes(residual)[0])
+    if residual is not None:
+        functional._check_added("mlp", residual, input, w2.shape[0])
     dtype = autocast.gemm_dtype(device, input.dtype, w1.dtype, w2.dtype) or functional._refuse_mix(
         "mlp", input, w1=w1, w2=w2
     )
     policy = resolve("mlp", accumulate, dtype)
-    training = functional._needs_grad(input, w1, b1, w2, b2)
+    out = dtype if residual is None else residual.dtype
+    training = functional._needs_grad(input, w1, b1, w2, b2, residual)
     fused = not (training and activation not in (None, "relu"))
     hidden = (True, w1.shape[0] % 8 == 0)
     plans = [
@@ -177,11 +191,16 @@ def _mlp(
         _gemm_path(device, dtype, policy, fused and activation in _ONEDNN_ACTIVATIONS) + ", twice",
         "\n".join(plans),
         policy,
-        _dtypes({"input": input, "w1": w1, "b1": b1, "w2": w2, "b2": b2}, dtype, dtype),
+        _dtypes({"input": input, "w1": w1, "b1": b1, "w2": w2, "b2": b2, "residual": residual}, dtype, out),
     )
+    if residual is not None:
+        result.path += ", the second time with the residual"
     _gemm_rounding(result, device, dtype, activation, fused, training, False)
     result.rounding.insert(-1, f"the hidden activations are rounded once to {_short(dtype)}")
-    _gemm_notes(result, device, dtype, {"input": input, "w1": w1, "w2": w2}, training, dtype)
+    if training and dtype in _16_BIT and out != dtype:
+        result.rounding.append(f"backward: dy is rounded once to {_short(dtype)}, but for b2's gradient")
+    _gemm_notes(result, device, dtype, {"input": input, "w1": w1, "w2": w2}, training, out != dtype)
+    _residual_notes(result, device, dtype, residual)
     m = input.numel() // max(input.shape[-1], 1)
     for name, weight, act in (("w1", w1, activation), ("w2", w2, None)):
         ahead = _gemm_ahead(device, _arch(input), dtype, m, weight.shape[1], policy, act)
@@ -189,7 +208,7 @@ def _mlp(
     return result
 
 
-def _gemm_path(device: str, dtype: torch.dtype, policy: Accumulate, fused: bool) -> str:
+def _gemm_path(device: str, dtype: torch.dtype, policy: Accumulate, fused: bool, residual: bool = False) -> str:
     if device == "cpu" and policy != FP32:
         return "our emulation of the GPU's sums, with the whole epilogue fused"
     if device == "cuda" and dtype in _16_BIT:
@@ -201,7 +220,8 @@ def _gemm_path(device: str, dtype: torch.dtype, policy: Accumulate, fused: bool)
             "oneDNN's linear in float32 on widened operands (no kernels for this dtype on this CPU), then our epilogue"
         )
     if device == "cpu" and dtype != torch.float64:
-        return "oneDNN's linear with the activation fused" if fused else "oneDNN's linear, then our epilogue"
+        what = "residual" if residual else "activation"
+        return f"oneDNN's linear with the {what} fused" if fused else "oneDNN's linear, then our epilogue"
     return "ATen's product, then our epilogue" if device == "cpu" else "shapes only"
 
 
@@ -287,21 +307,17 @@ def _gemm_rounding(
     fused: bool,
     training: bool,
     gated: bool,
+    widened: bool = False,
 ) -> None:
     wide = "fp64" if dtype == torch.float64 else "fp32"
     policy = result.accumulate
     sums = "fp64" if dtype == torch.float64 else str(policy)
     result.rounding.append(f"products exact, sums in {sums}" if dtype in _16_BIT else f"products and sums in {sums}")
     by_library = device == "cpu" and policy == FP32 and not (fused and activation in _ONEDNN_ACTIVATIONS)
-    if (
-        by_library
-        and dtype in _16_BIT
-        and _onednn_takes(dtype)
-        and result.dtypes["output"] == dtype
-        and (activation or gated)
-    ):
+    if by_library and dtype in _16_BIT and _onednn_takes(dtype) and not widened and (activation or gated):
         result.rounding.append(f"the pre-activation is rounded to {_short(dtype)} before the activation")
-    result.rounding.append(f"bias and activation in {wide}, output rounded once to {_short(result.dtypes['output'])}")
+    epilogue = "bias, activation and residual" if "residual" in result.dtypes else "bias and activation"
+    result.rounding.append(f"{epilogue} in {wide}, output rounded once to {_short(result.dtypes['output'])}")
     if training:
         kept = "" if activation is None and not gated else f"dy * {activation or 'gate'}' in {wide}, "
         result.rounding.append(f"backward: {kept}rounded once to {_short(dtype)} for the two GEMMs")
@@ -313,7 +329,7 @@ def _gemm_notes(
     dtype: torch.dtype,
     operands: dict[str, Tensor],
     training: bool,
-    out: torch.dtype,
+    widened: bool,
 ) -> None:
     for name, tensor in operands.items():
         if tensor.dtype != dtype:
@@ -321,14 +337,24 @@ def _gemm_notes(
         elif tensor.dim() > 1 and tensor.stride(-1) != 1 and not (tensor.dim() == 2 and tensor.stride(0) == 1):
             result.notes.append(f"{name} has no unit stride: copied once")
     by_library = device == "cpu" and dtype in _16_BIT and result.accumulate == FP32
-    if by_library and out != dtype:
-        result.notes.append("output is not of the operands' dtype: they are widened to fp32 (exact) for the library")
+    if by_library and widened:
+        what = "output is not of the operands' dtype: they" if result.dtypes["output"] != dtype else "the operands"
+        result.notes.append(f"{what} are widened to fp32 (exact) for the library")
     if by_library and training:
         result.notes.append(
             f"dinput and dweight are in the library's output dtype, {_short(dtype)}, before any widening"
         )
     if device == "cuda" and dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
         result.notes.append("torch.backends.cuda.matmul.allow_tf32 is set: cuBLAS rounds the operands to TF32")
+
+
+def _residual_notes(result: Explanation, device: str, dtype: torch.dtype, residual: Tensor | None) -> None:
+    if residual is None or dtype not in _16_BIT or (device != "cuda" and result.accumulate == FP32):
+        return
+    if residual.dtype not in (dtype, torch.float32):
+        result.notes.append("residual is widened to float32 (exact) in every call")
+    elif residual.dim() > 1 and residual.stride(-1) != 1:
+        result.notes.append("residual has no unit stride: copied once")
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows

@@ -19,7 +19,16 @@ from torch.autograd import forward_ad
 
 from . import _ops, autocast
 from .accumulate import Accumulate, resolve
-from .autograd.linear import GATED_LINEAR, LINEAR, MLP, gated_linear_forward, linear_forward, mlp_forward
+from .autograd.linear import (
+    GATED_LINEAR,
+    LINEAR,
+    LINEAR_RESIDUAL,
+    MLP,
+    MLP_RESIDUAL,
+    gated_linear_forward,
+    linear_forward,
+    mlp_forward,
+)
 from .autograd.norm import LAYER_NORM, RMS_NORM
 from .autograd.softmax import LOG_SOFTMAX, SOFTMAX
 
@@ -34,26 +43,29 @@ def linear(
     bias: Tensor | None = None,
     *,
     activation: str | None = None,
+    residual: Tensor | None = None,
     accumulate: Accumulate | str | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`y = activation(input @ weight.T + bias)` in one kernel.
+    """`y = activation(input @ weight.T + bias) + residual` in one kernel.
 
     Args:
         input: `(…, in)`, any rank from 1, fp16, bf16, fp32 or fp64.
         weight: `(out, in)`, of input's dtype; under autocast both are cast to its dtype (float64 never is).
         bias: `(out,)`, of any of the four dtypes; it is never cast.
         activation: one of `ampkernels.ACTIVATIONS`; "gelu" is the erf form.
+        residual: `(…, out)`, of any dtype (float64 with float64 only) and any strides; it is never cast.
         accumulate: an `Accumulate`, or "fp32", "fp32/512", …; None takes the policy in force.
-        out_dtype: dtype of the result; None is the dtype computed in.
+        out_dtype: dtype of the result; None is the residual's if there is one, else the dtype computed in.
 
     Returns:
         `(…, out)`.
 
-    Rounding points: products are exact; sums as `accumulate` says; bias and activation in fp32; y rounded once. Where
-    backward needs it, the pre-activation is rounded to the dtype computed in. Backward: dy * activation' in fp32,
-    rounded once to that dtype; dinput and dweight each rounded once, from the accumulators, to input's and weight's
-    dtype; dbias from the unrounded fp32 products in a fixed order.
+    Rounding points: products are exact; sums as `accumulate` says; bias, activation and residual in fp32, in that order;
+    y rounded once. Where backward needs it, the pre-activation is rounded to the dtype computed in. Backward: dy *
+    activation' in fp32, rounded once to that dtype; dinput and dweight each rounded once, from the accumulators, to
+    input's and weight's dtype; dbias from the unrounded fp32 products in a fixed order; dresidual is dy, rounded once to
+    residual's dtype where y has another.
 
     `weight.main_grad`: if the weight has this attribute, a contiguous fp32 tensor of its shape, backward adds dweight to
     it (the sums as `accumulate` says, then one fp32 addition, nothing rounded to 16 bits) and gives `weight.grad`
@@ -61,7 +73,7 @@ def linear(
 
     Raises:
         TypeError: for a dtype that is not one of the four, or weight and input differing outside autocast, or a
-            `main_grad` that is not fp32 (fp64 for fp64 weights).
+            `main_grad` that is not fp32 (fp64 for fp64 weights), or a residual that is float64 where input is not.
         ValueError: for shapes that do not fit, devices that differ or are neither CPU nor CUDA, an unknown activation,
             or fp16 accumulators with inputs that are not fp16.
         NotImplementedError: for a policy other than fp32 with fp32 or fp64 inputs, whose products are a library's.
@@ -71,11 +83,19 @@ def linear(
     dtype = autocast.gemm_dtype(device, input.dtype, weight.dtype) or _refuse_mix("linear", input, weight=weight)
     number = _activation("linear", activation)
     policy = resolve("linear", accumulate, dtype)
+    if residual is not None:
+        _check_added("linear", residual, input, weight.shape[0])
+        if out_dtype is None:
+            out_dtype = residual.dtype
     out = _ops.DTYPE[dtype if out_dtype is None else _out_dtype("linear", out_dtype)]
     arguments = (input, weight, bias, number, _ops.DTYPE[policy.dtype], policy.chunk or 0, dtype, out)
-    if _needs_grad(input, weight, bias):
-        return LINEAR[device].apply(*arguments)  # type: ignore[no-any-return]
-    return linear_forward(*arguments)
+    if residual is None:
+        if _needs_grad(input, weight, bias):
+            return LINEAR[device].apply(*arguments)  # type: ignore[no-any-return]
+        return linear_forward(*arguments)
+    if _needs_grad(input, weight, bias, residual):
+        return LINEAR_RESIDUAL[device].apply(*arguments, residual)  # type: ignore[no-any-return]
+    return linear_forward(*arguments, residual)
 
 
 def gated_linear(
@@ -125,22 +145,25 @@ def mlp(
     b2: Tensor | None,
     *,
     activation: str | None = "gelu",
+    residual: Tensor | None = None,
     accumulate: Accumulate | str | None = None,
 ) -> Tensor:
-    """`y = activation(input @ w1.T + b1) @ w2.T + b2`, with a fused backward that keeps one hidden tensor, not two.
+    """`y = activation(input @ w1.T + b1) @ w2.T + b2 + residual`; the fused backward keeps one hidden tensor, not two.
 
     Args:
         input: `(…, in)`.
         w1: `(hidden, in)`; w2: `(out, hidden)`: of input's dtype, or cast by autocast, as in `linear`.
         b1: `(hidden,)` or None; b2: `(out,)` or None: any of the four dtypes.
         activation, accumulate: as for `linear`.
+        residual: `(…, out)`, as for `linear`: the second of the two adds it.
 
     Returns:
-        `(…, out)`, of the dtype computed in.
+        `(…, out)`, of the residual's dtype if there is one, else of the dtype computed in.
 
     Rounding points: those of two `linear` calls; the hidden activations are rounded once to the dtype computed in.
     Backward makes them again from the saved pre-activation, in the epilogue of the GEMM that makes its gradient; from
-    that saved (rounded) value, they are the activation of it, rounded once. Errors as for `linear`.
+    that saved (rounded) value, they are the activation of it, rounded once. A dy of another dtype than the one computed
+    in, which a residual brings, is rounded once to it for the GEMMs, not for b2's gradient. Errors as for `linear`.
     """
     device = _check_tensors("mlp", ("input", "w1", "b1", "w2", "b2"), (input, w1, b1, w2, b2))
     _check_affine("mlp", "in", _inner("mlp", input), "w1", "hidden", w1, "b1", b1)
@@ -149,9 +172,14 @@ def mlp(
     number = _activation("mlp", activation)
     policy = resolve("mlp", accumulate, dtype)
     arguments = (input, w1, b1, w2, b2, number, _ops.DTYPE[policy.dtype], policy.chunk or 0, dtype)
-    if _needs_grad(input, w1, b1, w2, b2):
-        return MLP[device].apply(*arguments)  # type: ignore[no-any-return]
-    return mlp_forward(*arguments)
+    if residual is None:
+        if _needs_grad(input, w1, b1, w2, b2):
+            return MLP[device].apply(*arguments)  # type: ignore[no-any-return]
+        return mlp_forward(*arguments)
+    _check_added("mlp", residual, input, w2.shape[0])
+    if _needs_grad(input, w1, b1, w2, b2, residual):
+        return MLP_RESIDUAL[device].apply(*arguments, residual)  # type: ignore[no-any-return]
+    return mlp_forward(*arguments, residual)
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows
@@ -489,6 +517,19 @@ def _normalized_ndim(
 def _check_residual(op: str, residual: Tensor, input: Tensor) -> None:
     if residual.shape != input.shape:
         raise ValueError(f"{op}: residual must have input's shape {_shape(input)}, got {_shape(residual)}")
+    _check_residual_dtype(op, residual, input)
+
+
+def _check_added(op: str, residual: Tensor, input: Tensor, out: int) -> None:
+    """What a GEMM adds to its result of shape (…, out)."""
+    _check_tensors(op, ("input", "residual"), (input, residual))
+    shape = (*input.shape[:-1], out)
+    if residual.shape != shape:
+        raise ValueError(f"{op}: residual must have the result's shape {shape}, got {_shape(residual)}")
+    _check_residual_dtype(op, residual, input)
+
+
+def _check_residual_dtype(op: str, residual: Tensor, input: Tensor) -> None:
     if residual.dtype != input.dtype and torch.float64 in (residual.dtype, input.dtype):
         raise TypeError(
             f"{op}: residual must have dtype torch.float64 exactly where input has, "

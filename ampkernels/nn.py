@@ -29,7 +29,7 @@ def _text(policy: Accumulate | None) -> str | None:
 
 
 class FusedLinear(nn.Linear):
-    """`nn.Linear` with the activation in the same kernel: `activation(input @ weight.T + bias)`.
+    """`nn.Linear` with activation and residual in the same kernel: `activation(input @ weight.T + bias) + residual`.
 
     Args:
         in_features, out_features, bias, device, dtype: as for `nn.Linear`.
@@ -58,12 +58,14 @@ class FusedLinear(nn.Linear):
         self.accumulate = None if accumulate is None else Accumulate.parse(accumulate)
         self.out_dtype = None if out_dtype is None else functional._out_dtype("FusedLinear", out_dtype)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """`residual`: of the result's shape, as for `ampkernels.linear`; the result then has its dtype by default."""
         return functional.linear(
             input,
             self.weight,
             self.bias,
             activation=self.activation,
+            residual=residual,
             accumulate=self.accumulate,
             out_dtype=self.out_dtype,
         )
@@ -142,11 +144,11 @@ class FusedGatedLinear(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """`fc2(activation(fc1(input)))` by `ampkernels.mlp`, whose backward is fused across the activation.
+    """`fc2(activation(fc1(input))) + residual` by `ampkernels.mlp`, whose backward is fused across the activation.
 
     `fc1` and `fc2` are `nn.Linear`: the state_dict has the keys of timm's `Mlp`. Where one of them has been replaced
-    (by a LoRA layer, say) or has hooks, both are called as the modules they are, and the activation between them is
-    torch's.
+    (by a LoRA layer, say) or has hooks, both are called as the modules they are, and the activation between them and the
+    addition of the residual are torch's.
 
     Args:
         in_features, hidden_features, out_features: out_features None is in_features.
@@ -182,7 +184,8 @@ class FusedMLP(nn.Module):
         self.fc1.reset_parameters()
         self.fc2.reset_parameters()
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """`residual`: of the result's shape, as for `ampkernels.mlp`; the result then has its dtype."""
         fc1, fc2 = self.fc1, self.fc2
         if _is_plain(fc1) and _is_plain(fc2):
             return functional.mlp(
@@ -192,9 +195,11 @@ class FusedMLP(nn.Module):
                 fc2.weight,
                 fc2.bias,
                 activation=self.activation,
+                residual=residual,
                 accumulate=self.accumulate,
             )
-        return fc2(_TORCH_ACTIVATIONS[self.activation](fc1(input)))  # type: ignore[no-any-return]
+        output: Tensor = fc2(_TORCH_ACTIVATIONS[self.activation](fc1(input)))
+        return output if residual is None else (output + residual).to(residual.dtype)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}" + _options(accumulate=_text(self.accumulate))

@@ -57,10 +57,16 @@ def activation(x: Tensor, name: str | None) -> Tensor:
 
 
 def linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None, **ignored: Any
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    **ignored: Any,
 ) -> Tensor:
-    """`activation(input @ weight.T + bias)`."""
-    return _activation(_affine(input, weight, bias), activation)
+    """`activation(input @ weight.T + bias) + residual`."""
+    return _sum(_activation(_affine(input, weight, bias), activation), residual)
 
 
 def gated_linear(
@@ -80,10 +86,11 @@ def mlp(
     b2: Tensor | None,
     *,
     activation: str | None = "gelu",
+    residual: Tensor | None = None,
     **ignored: Any,
 ) -> Tensor:
-    """`activation(input @ w1.T + b1) @ w2.T + b2`."""
-    return _affine(_activation(_affine(input, w1, b1), activation), w2, b2)
+    """`activation(input @ w1.T + b1) @ w2.T + b2 + residual`."""
+    return _sum(_affine(_activation(_affine(input, w1, b1), activation), w2, b2), residual)
 
 
 def softmax(
@@ -254,21 +261,27 @@ def linear_bound(
     bias: Tensor | None = None,
     *,
     activation: str | None = None,
+    residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     accumulate: Accumulate = FP32,
 ) -> Tensor:
     """Elementwise bound on |linear - reference.linear|.
 
     |pre error| <= accumulation(K) * (|input| @ |weight|.T) + 2 u |pre|, times the activation's slope, plus the
-    roundings inside the activation, plus one rounding of the result.
+    roundings inside the activation (its longer form if a residual follows) and of the addition, plus one rounding of the
+    result. Where the residual cancels the rest, what is left is the error before it, which is absolute.
     """
     with torch.no_grad():
-        dtype = input.dtype
+        compute = compute_dtype(input.dtype)
+        out = out_dtype or (input.dtype if residual is None else residual.dtype)
         pre, pre_error = _pre(input, weight, bias, accumulate)
         y = _activation(pre, activation)
         slope = 2 * (pre.abs() + pre_error) if activation == "relu2" else _SLOPE[activation]
-        error = pre_error * slope + _inner_error(activation, pre, y, compute_dtype(dtype), out_dtype or dtype)
-        return error + rounding(y.abs() + error, out_dtype or dtype)
+        error = pre_error * slope + _inner_error(activation, pre, y, compute, out if residual is None else compute)
+        if residual is not None:
+            y = y + residual.detach().double()
+            error = error + UNIT_ROUNDOFF[compute] * (y.abs() + error)
+        return error + rounding(y.abs() + error, out)
 
 
 def gated_linear_bound(

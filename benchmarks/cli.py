@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shapes", type=_names, help="groups (see --list) or shapes such as 4096x4096x4096")
     parser.add_argument("--direction", choices=(*DIRECTIONS, "both"), default="both")
     parser.add_argument("--layout", choices=LAYOUTS, default="contiguous", help="of the operations' first input")
-    parser.add_argument("--residual", action="store_true", help="layer_norm and rms_norm of x + residual, forward")
+    parser.add_argument("--residual", action="store_true", help="linear + residual, norms of x + residual, forward")
     parser.add_argument("--providers", type=_names, help="comma-separated; default: all that are installed")
     parser.add_argument("--accumulate", type=_names, help="policies of ours to measure, e.g. fp32,fp32/512,fp16/128")
     parser.add_argument("--compile-mode", default="default", choices=COMPILE_MODES, help="mode of torch.compile")
@@ -166,7 +166,7 @@ class Run:
         if self.layout != "contiguous" and not set(self.suites) <= set(suites.OP_SUITES):
             raise ValueError(f"--layout is for {', '.join(suites.OP_SUITES)}, got {', '.join(self.suites)}")
         if self.residual and not set(self.suites) <= set(RESIDUAL):
-            raise ValueError(f"--residual is for {' and '.join(RESIDUAL)}, got {', '.join(self.suites)}")
+            raise ValueError(f"--residual is for {', '.join(RESIDUAL)}, got {', '.join(self.suites)}")
         if self.residual and options.direction == "bwd":
             raise ValueError("--residual measures the forward alone, got --direction bwd")
         self.out: Path = options.out or Path("build/benchmarks") / self.environment.slug

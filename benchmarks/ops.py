@@ -26,7 +26,8 @@ class Op:
         traffic: Elements that a forward, and a backward, must move: each input read once, each output written once.
         terms: Length of the sums that the forward accumulates.
         roundings: Times an unfused forward, and its backward, rounds to the storage dtype on the way to a result.
-        residual: A norm of x + residual, the second input, that returns the sum, too; its forward alone is measured.
+        residual: A residual is the second input: of a norm of x + residual, which returns the sum, too, or of a linear
+            that adds it to its result. The forward alone is measured.
     """
 
     name: str
@@ -90,6 +91,11 @@ def _linear_inputs(shape: Sequence[int], g: torch.Generator) -> Tensors:
         _randn(n, k, generator=g, scale=1 / math.sqrt(k)),
         _randn(n, generator=g),
     )
+
+
+def _linear_residual_inputs(shape: Sequence[int], g: torch.Generator) -> Tensors:
+    x, w, b = _linear_inputs(shape, g)
+    return x, _randn(*shape[:2], generator=g), w, b
 
 
 def _mlp_inputs(shape: Sequence[int], g: torch.Generator) -> Tensors:
@@ -235,8 +241,16 @@ def variant(op: str, setting: str) -> str:
     return "" if op not in OPS or setting in ("", OPS[op].setting) else setting
 
 
-# The same norms of x + residual.
+# The same norms of x + residual; linear without an activation, as the last of a block has none, plus a residual.
 RESIDUAL: dict[str, Op] = {
+    "linear": replace(
+        OPS["linear"],
+        setting="bias, residual",
+        make=_linear_residual_inputs,
+        oracle=lambda x, r, w, b: oracle.linear(x, w, b, None, residual=r),
+        traffic=lambda shape, direction: _linear_traffic(shape, direction) + shape[0] * shape[1],
+        residual=True,
+    ),
     "layer_norm": replace(
         OPS["layer_norm"],
         setting="weight, bias, residual",

@@ -5,10 +5,16 @@ from __future__ import annotations
 import torch
 
 
-def linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, activation: str | None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    b: torch.Tensor | None,
+    activation: str | None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
     from ampkernels import reference
 
-    return reference.linear(x, w, b, activation=activation)
+    return reference.linear(x, w, b, activation=activation, residual=residual)
 
 
 def gated_linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, activation: str) -> torch.Tensor:

@@ -109,7 +109,12 @@ def _eager_rms_norm_residual(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor) 
     return _eager_rms_norm(total, w), total
 
 
+def _eager_linear_residual(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, w, b) + r
+
+
 EAGER_RESIDUAL: dict[str, Function] = {
+    "linear": _eager_linear_residual,
     "layer_norm": _eager_layer_norm_residual,
     "rms_norm": _eager_rms_norm_residual,
 }
@@ -139,7 +144,7 @@ class Eager(Provider):
         fp16_asked = any(a.partition("/")[0] == "fp16" for a in accumulates)
         fp16_possible = op.is_gemm and dtype is torch.float16 and device.type == "cuda" and direction == "fwd"
         if fp16_asked and fp16_possible:
-            yield Implementation(with_fp16_accumulation(EAGER[op.name]), accumulate="fp16")
+            yield Implementation(with_fp16_accumulation(eager(op)), accumulate="fp16")
 
 
 def with_fp16_accumulation(function: Function) -> Function:
@@ -397,7 +402,7 @@ class Ours(Provider):
 
         if op.name == "softmax":
             yield Implementation(lambda x: ak.softmax(x), accumulate="fp32")
-        elif op.residual:
+        elif op.residual and not op.is_gemm:
             yield Implementation(
                 lambda x, r, *w: getattr(ak, op.name)(x, x.shape[-1:], *w, eps=EPS, residual=r), accumulate="fp32"
             )
@@ -410,12 +415,14 @@ class Ours(Provider):
             if not possible:
                 raise Unsupported(f"accumulate {', '.join(accumulates)} needs fp16 inputs")
             for accumulate in possible:
-                yield Implementation(self._gemm(ak, op.name, accumulate), accumulate=accumulate)
+                yield Implementation(self._gemm(ak, op, accumulate), accumulate=accumulate)
 
-    def _gemm(self, ak: Any, op: str, accumulate: str) -> Function:
-        if op == "linear":
+    def _gemm(self, ak: Any, op: Op, accumulate: str) -> Function:
+        if op.residual:
+            return lambda x, r, w, b: ak.linear(x, w, b, residual=r, accumulate=accumulate)
+        if op.name == "linear":
             return lambda x, w, b: ak.linear(x, w, b, activation=ACTIVATION, accumulate=accumulate)
-        if op == "gated_linear":
+        if op.name == "gated_linear":
             return lambda x, w, b: ak.gated_linear(x, w, b, activation=GATE, accumulate=accumulate)
         return lambda x, w1, b1, w2, b2: ak.mlp(x, w1, b1, w2, b2, activation=ACTIVATION, accumulate=accumulate)
 

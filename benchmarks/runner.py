@@ -29,7 +29,7 @@ class Point:
 
     Attributes:
         layout: Of the first input: one of `ops.LAYOUTS`.
-        residual: Norms: of x + residual.
+        residual: Norms: of x + residual; linear: plus a residual.
     """
 
     suite: str

@@ -117,7 +117,7 @@ def op_points(
             that suit the device.
         quick: The few shapes of the quick set.
         layout: Of the first input.
-        residual: Norms of x + residual; their forward alone.
+        residual: Norms of x + residual, linear plus one; their forward alone.
 
     Raises:
         ValueError: A name in `shapes` is neither; the message lists the groups and their shapes.

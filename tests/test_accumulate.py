@@ -220,6 +220,8 @@ def test_explain_names_the_policy_in_force():
     [
         lambda: ak.explain("gated_linear", X.bfloat16(), W.bfloat16(), accumulate="fp32"),
         lambda: ak.explain("mlp", X, W, W[0], W, None, activation="relu"),
+        lambda: ak.explain("linear", X.bfloat16(), W.bfloat16(), residual=X, activation="gelu"),
+        lambda: ak.explain("mlp", X.bfloat16(), W.bfloat16(), None, W.bfloat16(), None, residual=X),
         lambda: ak.explain(ak.softmax, X, 0, scale=2.0, mask=X > 0),
         lambda: ak.explain("log_softmax", X, dim=0),
         lambda: ak.explain("layer_norm", X, 8, W[0], residual=X.half()),
@@ -232,13 +234,35 @@ def test_explain_takes_the_arguments_of_the_call(explanation):
     assert "fp32" in str(result) and result.dtypes["output"] in (torch.bfloat16, torch.float32)
 
 
-def test_explain_says_what_is_rounded_in_training_on_the_cpu():
+@pytest.mark.parametrize("by_onednn", [True, False])
+def test_explain_says_what_is_rounded_in_training_on_the_cpu(monkeypatch, by_onednn):
+    """A CPU for whose bf16 oneDNN has no kernels multiplies in fp32, and rounds nothing on the way."""
+    monkeypatch.setattr(importlib.import_module("ampkernels.explain"), "_onednn_takes", lambda dtype: by_onednn)
     x, w = X.bfloat16(), W.bfloat16()
     inference = ak.explain("linear", x, w, activation="gelu")
     training = ak.explain("linear", x, w.requires_grad_(), activation="gelu")
     assert not any("before the activation" in line for line in inference.rounding)
-    assert any("pre-activation is rounded to bfloat16 before the activation" in line for line in training.rounding)
+    before = any("pre-activation is rounded to bfloat16 before the activation" in line for line in training.rounding)
+    assert before == by_onednn
     assert any("library's output dtype" in note for note in training.notes)
+
+
+def test_explain_says_what_a_residual_changes():
+    x, w = X.bfloat16(), W.bfloat16()
+    fused = ak.explain("linear", x, w, residual=x)
+    assert "bias, activation and residual in fp32, output rounded once to bfloat16" in fused.rounding
+    assert not any("widened" in note for note in fused.notes)
+    wide = ak.explain("linear", x, w.requires_grad_(), activation="gelu", residual=X)
+    assert wide.dtypes["residual"] == wide.dtypes["output"] == torch.float32
+    assert any("widened to fp32" in note for note in wide.notes)
+    narrow = ak.explain("linear", x, w, activation="gelu", residual=X, out_dtype=torch.bfloat16)
+    assert any("the operands are widened to fp32" in note for note in narrow.notes)
+    assert not any("before the activation" in line for line in narrow.rounding)
+    chunked = ak.explain("linear", x, w, residual=x.half(), accumulate="fp32/512")
+    assert "residual is widened to float32 (exact) in every call" in chunked.notes
+    mlp = ak.explain("mlp", x, w, None, w, None, residual=X)
+    assert mlp.path.endswith("the second time with the residual")
+    assert mlp.rounding[-1] == "backward: dy is rounded once to bfloat16, but for b2's gradient"
 
 
 def test_explain_says_where_a_library_was_faster_and_which_result_shows_it():

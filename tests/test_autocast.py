@@ -57,6 +57,42 @@ def test_gemms_cast_to_the_autocast_dtype(device, op, amp, dtype):
     assert torch.equal(under, ours(x.to(amp), w.to(amp), b))
 
 
+@pytest.mark.parametrize("op", ["linear", "mlp"])
+@pytest.mark.parametrize("amp", LOW)
+@pytest.mark.parametrize("residual_dtype", ANY[:3])
+def test_a_residual_is_not_cast(device, op, amp, residual_dtype):
+    """An fp32 residual stream stays one, forward and backward: the result has its dtype, and is rounded to no other."""
+    x, w, b = data(device)
+    r = randn(4, 8, dtype=residual_dtype, device=device, seed=4).requires_grad_()
+
+    def call(*tensors):
+        return ak.mlp(*tensors, w, b, residual=r) if op == "mlp" else ak.linear(*tensors, residual=r)
+
+    with torch.autocast(device, amp):
+        under = call(x, w, b)
+    assert under.dtype == residual_dtype
+    with torch.no_grad():
+        second = w.to(amp)
+        outside = (
+            ak.mlp(x.to(amp), second, b, second, b, residual=r)
+            if op == "mlp"
+            else ak.linear(x.to(amp), second, b, residual=r)
+        )
+    assert torch.equal(under, outside)
+    dy = randn(4, 8, dtype=residual_dtype, device=device, seed=5)
+    under.backward(dy)
+    assert r.grad.dtype == residual_dtype and torch.equal(r.grad, dy)
+
+
+def test_a_float64_residual_needs_float64_under_autocast_too(device):
+    x, w, b = data(device)
+    with torch.autocast(device, torch.bfloat16):
+        with pytest.raises(TypeError, match=r"^linear: residual must have dtype torch.float64 exactly where input has"):
+            ak.linear(x, w, b, residual=torch.zeros(4, 8, dtype=torch.float64, device=device))
+        wide = [t.double() for t in (x, w, b)]
+        assert ak.linear(*wide, residual=wide[0]).dtype == torch.float64
+
+
 @pytest.mark.parametrize("op", GEMMS)
 def test_gemms_leave_float64_alone(device, op):
     with torch.autocast(device, torch.bfloat16):

@@ -23,11 +23,23 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return randn(*shape, dtype=D, seed=seed)
 
 
-# op -> (function of tensors, their shapes by name). `residual` makes two outputs.
+# op -> (function of tensors, their shapes by name). `residual` makes two outputs of a norm.
 CASES = {
     "linear": (lambda x, w, b: ak.linear(x, w, b, activation="gelu"), {"x": (2, 3, 4), "w": (6, 4), "b": (6,)}),
     "linear-none": (lambda x, w, b: ak.linear(x, w, b), {"x": (3, 4), "w": (6, 4), "b": (6,)}),
     "linear-relu": (lambda x, w, b: ak.linear(x, w, b, activation="relu"), {"x": (4,), "w": (6, 4), "b": (6,)}),
+    "linear-residual": (
+        lambda x, w, b, r: ak.linear(x, w, b, activation="gelu", residual=r),
+        {"x": (2, 3, 4), "w": (6, 4), "b": (6,), "r": (2, 3, 6)},
+    ),
+    "linear-none-residual": (
+        lambda x, w, b, r: ak.linear(x, w, b, residual=r),
+        {"x": (3, 4), "w": (6, 4), "b": (6,), "r": (3, 6)},
+    ),
+    "linear-relu-residual": (
+        lambda x, w, b, r: ak.linear(x, w, b, activation="relu", residual=r),
+        {"x": (4,), "w": (6, 4), "b": (6,), "r": (6,)},
+    ),
     "gated_linear": (lambda x, w, b: ak.gated_linear(x, w, b), {"x": (2, 3, 4), "w": (6, 4), "b": (6,)}),
     "mlp": (
         lambda x, w1, b1, w2, b2: ak.mlp(x, w1, b1, w2, b2),
@@ -40,6 +52,10 @@ CASES = {
     "mlp-none": (
         lambda x, w1, b1, w2, b2: ak.mlp(x, w1, b1, w2, b2, activation=None),
         {"x": (3, 4), "w1": (6, 4), "b1": (6,), "w2": (5, 6), "b2": (5,)},
+    ),
+    "mlp-residual": (
+        lambda x, w1, b1, w2, b2, r: ak.mlp(x, w1, b1, w2, b2, residual=r),
+        {"x": (2, 3, 4), "w1": (6, 4), "b1": (6,), "w2": (4, 6), "b2": (4,), "r": (2, 3, 4)},
     ),
     "softmax": (lambda x, m: ak.softmax(x, 1, scale=0.7, mask=m), {"x": (2, 3, 4), "m": (3, 1)}),
     "softmax-causal": (lambda x, m: ak.softmax(x, scale=0.7, mask=m, causal=True), {"x": (2, 3, 4), "m": (4,)}),
@@ -99,6 +115,9 @@ def test_gradcheck_activations(op, activation):
         )
     else:
         assert gradcheck(lambda x, w: getattr(ak, op)(x, w, activation=activation), (x, w))
+    if op == "linear":
+        r = normal(3, 6, seed=3).requires_grad_()
+        assert gradcheck(lambda x, w, r: ak.linear(x, w, activation=activation, residual=r), (x, w, r))
 
 
 # ---------------------------------------------------------------------------------------------------------- what is saved
@@ -118,7 +137,12 @@ def needing(t: torch.Tensor) -> torch.Tensor:
     return t.clone().requires_grad_()
 
 
+def linear_residual(activation):
+    return lambda x, w, b, r: ak.linear(x, w, b, activation=activation, residual=r)
+
+
 X, W, B, W2 = normal(2, 3, 4), normal(6, 4, seed=1), normal(6, seed=2), normal(5, 6, seed=3)
+R = normal(2, 3, 6, seed=4)
 MINE, NEW = True, False  # an input or output, kept at no cost; or a tensor that exists for backward alone
 x, w, pre, y = ((2, 3, 4), MINE), ((6, 4), MINE), ((6, 6), NEW), ((2, 3, 6), MINE)
 
@@ -134,11 +158,18 @@ x, w, pre, y = ((2, 3, 4), MINE), ((6, 4), MINE), ((6, 6), NEW), ((2, 3, 6), MIN
         (lambda *a: ak.linear(*a, activation="relu"), (X, W, needing(B)), [y]),
         (lambda *a: ak.linear(*a, activation="gelu"), (needing(X), needing(W), needing(B)), [x, w, pre]),
         (lambda *a: ak.linear(*a, activation="gelu"), (X, W, needing(B)), [pre]),
+        (linear_residual(None), (needing(X), needing(W), needing(B), needing(R)), [x, w]),
+        (linear_residual("gelu"), (needing(X), needing(W), needing(B), R), [x, w, pre]),
+        (linear_residual("relu"), (needing(X), needing(W), needing(B), R), [x, w, pre]),  # the output does not tell
+        (linear_residual("relu"), (X, W, needing(B), R), [pre]),
+        (linear_residual("gelu"), (X, W, B, needing(R)), []),
+        (linear_residual("relu"), (X, W, B, needing(R)), []),
         (ak.gated_linear, (needing(X), needing(W), needing(B)), [x, w, pre]),
         (ak.mlp, (needing(X), needing(W), B, needing(W2), None), [x, w, pre, ((5, 6), MINE)]),
         (ak.mlp, (X, W, B, needing(W2), None), [((2, 3, 6), NEW)]),  # the hidden activations
         (ak.mlp, (needing(X), W, B, W2, None), [w, pre, ((5, 6), MINE)]),
         (ak.mlp, (X, W, B, W2, needing(normal(5))), []),
+        (lambda *a: ak.mlp(*a[:5], residual=a[5]), (X, W, B, W2, None, needing(normal(2, 3, 5))), []),
         (ak.softmax, (needing(X),), [x]),
         (ak.log_softmax, (needing(X),), [x]),
         (lambda x, w: ak.layer_norm(x, 4, w), (needing(X), needing(W[0])), [x, ((4,), MINE), ((6,), NEW), ((6,), NEW)]),
@@ -233,7 +264,7 @@ def test_backward_twice_over_a_retained_graph(case):
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-@pytest.mark.parametrize("case", [c for c in CASES if "residual" not in c])
+@pytest.mark.parametrize("case", [c for c in CASES if "residual" not in c or c in ("linear-residual", "mlp-residual")])
 def test_inf_and_nan_of_dy_reach_the_gradients(case, value, device):
     function, shapes = CASES[case]
     inputs = [normal(*shape, seed=i).float().to(device).requires_grad_() for i, shape in enumerate(shapes.values())]
@@ -292,6 +323,10 @@ def test_outputs_can_be_used_in_place(activation, device):
         y = ak.linear(a, weight, activation="relu").mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
+    residual = normal(2, 3, 6, seed=2).to(device)
+    ak.linear(a, weight, activation=activation, residual=residual).mul_(
+        2
+    ).sum().backward()  # what a residual leaves free
     with torch.no_grad():
         y = ak.linear(a, weight, activation=activation)
     y.mul_(torch.ones((), dtype=D, device=device, requires_grad=True))
@@ -382,3 +417,7 @@ def test_meta_tensors():
     y = ak.linear(a, weight, activation="gelu")
     y.sum().backward()
     assert y.shape == (2, 3, 6) and a.grad.shape == a.shape
+    residual = torch.empty(2, 3, 6, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    y = ak.linear(a, weight, activation="gelu", residual=residual)
+    y.sum().backward()
+    assert y.shape == (2, 3, 6) and y.dtype == residual.grad.dtype == torch.bfloat16

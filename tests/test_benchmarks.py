@@ -178,7 +178,29 @@ def test_eager_is_right_on_every_operation(op, dtype, direction):
     assert row.rel_l2 < 0.02 and row.error_over == "all results"
 
 
-@pytest.mark.parametrize("op", list(RESIDUAL))
+def test_a_linear_with_a_residual_is_checked_and_named():
+    def forgotten(name, x, r, w, b):
+        return torch.nn.functional.linear(x, w, b)
+
+    point = Point("linear", "linear", (32, 48, 64), torch.bfloat16, "fwd", residual=True)
+    rows = run(point, Eager(), find_provider("ampkernels"), find_provider("mm"), Fake("forgotten", forgotten))
+    assert rows["eager"].status == rows["ampkernels"].status == "ok"
+    assert rows["forgotten"].status == "wrong"
+    assert (rows["mm"].status, rows["mm"].reason) == ("skipped", "mm has no linear with a residual")
+    assert rows["ampkernels"].setting == "bias, residual" and rows["ampkernels"].accumulate == "fp32"
+    assert RESIDUAL["linear"].work((32, 48, 64), "fwd") == OPS["linear"].work((32, 48, 64), "fwd")
+    inputs = RESIDUAL["linear"].inputs((32, 48, 64), torch.float16, CPU, seed=0)
+    tensors = (*inputs, EAGER_RESIDUAL["linear"](*inputs))
+    assert RESIDUAL["linear"].bytes((32, 48, 64), torch.float16, "fwd") == sum(2 * t.numel() for t in tensors)
+
+
+def test_some_rows_of_a_linear_with_a_residual_are_checked(monkeypatch):
+    monkeypatch.setitem(runner._ORACLE_LIMIT, "cpu", OPS["linear"].work(POINT.shape, "fwd") / 4)
+    row = run(Point("linear", "linear", POINT.shape, POINT.dtype, "fwd", residual=True), Eager())["eager"]
+    assert row.status == "ok" and row.error_over == "4 of 16 rows"
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 def test_a_norm_with_a_residual_has_two_results_that_are_checked(op):
     def spoilt(name, *tensors):
         y, total = EAGER_RESIDUAL[name](*tensors)

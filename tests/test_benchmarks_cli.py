@@ -44,8 +44,9 @@ def only(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["softmax", "--residual"], "--residual is for layer_norm and rms_norm, got softmax"),
+        (["softmax", "--residual"], "--residual is for linear, layer_norm, rms_norm, got softmax"),
         (["rms_norm", "--residual", "--direction", "bwd"], "--residual measures the forward alone"),
+        (["linear", "--residual", "--direction", "bwd"], "--residual measures the forward alone"),
         (["softmax", "--layout", "odd"], "contiguous"),
         (["softmax", "host", "--layout", "strided"], "--layout is for linear, gated_linear"),
         (["lniear"], "unknown suite 'lniear'; valid: linear, gated_linear, mlp, softmax"),
@@ -97,6 +98,14 @@ def test_a_run_writes_every_column(only, tmp_path, capsys):
         assert row.p20_us <= row.median_us <= row.p80_us and row.call_us > 0
         assert row.gpu and row.date and row.csrc_digest and row.version
     assert "4 rows in" in capsys.readouterr().out
+
+
+def test_residual_measures_forwards_alone(only, tmp_path):
+    only(Eager())
+    arguments = ["linear", "--shapes", "8x16x32", "--device", "cpu", "--quick", "--residual", "--out", str(tmp_path)]
+    assert cli.main(arguments) == 0
+    (row,) = read_rows(tmp_path / "linear-quick.csv")
+    assert (row.direction, row.setting, row.status) == ("fwd", "bias, residual", "ok")
 
 
 def test_interrupting_saves_what_was_measured(only, tmp_path, capsys):

@@ -101,6 +101,24 @@ def test_activations(builds, dtype, activation):
     assert_same_bits(builds, lambda: ops.gated_linear_act_bwd(dy, saved, code, dtype, dtype))
 
 
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "tanh"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_residuals(builds, dtype, activation):
+    """The sum after a library's product, of rows with an odd stride."""
+    x, w, bias = (randn(*s, dtype=dtype, seed=i) for i, s in enumerate([(19, 40), (77, 40), (77,)]))
+    for other in DTYPES:
+        if (other == torch.float64) != (dtype == torch.float64):
+            continue
+        residual = randn(19, 79, dtype=other, seed=3)[:, 1:78]
+        residual[0, 0], residual[1, 1] = math.nan, math.inf
+        assert_same_bits(
+            builds,
+            lambda residual=residual: with_grads(
+                lambda t, r: ak.linear(t, w, bias, activation=activation, residual=r), x, residual
+            ),
+        )
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
 def test_conversions(builds, dtype):
     """Every 16-bit value widened, and fp32 values of every class rounded, as torch does it; a NaN becomes 0x7fff."""

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COMPILER = os.environ.get("CXX", shutil.which("g++") or shutil.which("clang++") or "")
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 ACTIVATIONS = ["none", "relu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh", "quick_gelu", "relu2"]
-LINEAR, GATED, ACT_GRAD = 0, 1, 2
+LINEAR, GATED, ACT_GRAD, RESIDUAL = range(4)
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
 
@@ -52,7 +52,7 @@ class Library:
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         out_dtype: torch.dtype = torch.float32,
-        beta: bool = False,
+        residual: torch.Tensor | None = None,
         pre: torch.Tensor | None = None,
         saved: torch.Tensor | None = None,
         act_out: torch.Tensor | None = None,
@@ -66,8 +66,16 @@ class Library:
         self._lib.ak_emulate(
             *(arch, i64(m), i64(n), i64(k), CODES[a.dtype], CODES[accumulate], i64(chunk), Matrix.of(a), Matrix.of(b)),
             *(kind, ACTIVATIONS.index(activation), None if bias is None else ctypes.c_void_p(bias.data_ptr())),
-            *(0 if bias is None else CODES[bias.dtype], Matrix.of(out), CODES[out.dtype], int(beta), Matrix.of(pre)),
-            *(Matrix.of(saved), 0, Matrix.of(act_out), i64(begin), i64(end)),
+            *(0 if bias is None else CODES[bias.dtype], Matrix.of(out), CODES[out.dtype], Matrix.of(residual)),
+            *(
+                0 if residual is None else CODES[residual.dtype],
+                Matrix.of(pre),
+                Matrix.of(saved),
+                0,
+                Matrix.of(act_out),
+                i64(begin),
+                i64(end),
+            ),
         )
         return out
 
@@ -314,14 +322,14 @@ def test_epilogue(native: Library, dtype: torch.dtype, name: str, out_dtype: tor
 
 
 @pytest.mark.parametrize("bias_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_bias_dtypes_and_beta(native: Library, bias_dtype: torch.dtype) -> None:
+def test_bias_dtypes_and_a_residual_that_is_the_result(native: Library, bias_dtype: torch.dtype) -> None:
     a, b = make("normal", (3, 64), torch.bfloat16, 1), make("normal", (20, 64), torch.bfloat16, 2)
     bias = torch.randn(20, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).to(bias_dtype)
     acc = native.gemm(a, b)
     assert_same_bits(native.gemm(a, b, bias=bias), acc + bias.float())
     grad = torch.randn(3, 20, generator=torch.Generator().manual_seed(4))
     expected = grad + acc
-    native.gemm(a, b, out=grad, beta=True)
+    native.gemm(a, b, kind=RESIDUAL, residual=grad, out=grad)
     assert_same_bits(grad, expected)
 
 

@@ -107,6 +107,11 @@ CASES = {
         ValueError,
         "rms_norm: residual must be on input's device cpu, got meta",
     ),
+    "linear-mixed-devices-residual": (
+        lambda: ak.linear(X, W, residual=META[:4, :6]),
+        ValueError,
+        "linear: residual must be on input's device cpu, got meta",
+    ),
     # what an argument is
     "linear-integer": (
         lambda: ak.linear(X.int(), W),
@@ -296,6 +301,54 @@ CASES = {
         "rms_norm: residual must have dtype torch.float64 exactly where input has, "
         "got torch.float64 with an input of torch.float32",
     ),
+    "linear-residual": (
+        lambda: ak.linear(X, W, residual=X),
+        ValueError,
+        "linear: residual must have the result's shape (4, 6), got (4, 8)",
+    ),
+    "linear-residual-broadcasts": (
+        lambda: ak.linear(X, W, residual=B),
+        ValueError,
+        "linear: residual must have the result's shape (4, 6), got (6,)",
+    ),
+    "linear-residual-dtype": (
+        lambda: ak.linear(X, W, residual=torch.zeros(4, 6).double()),
+        TypeError,
+        "linear: residual must have dtype torch.float64 exactly where input has, "
+        "got torch.float64 with an input of torch.float32",
+    ),
+    "linear-residual-of-float64": (
+        lambda: ak.linear(X.double(), W.double(), residual=torch.zeros(4, 6)),
+        TypeError,
+        "linear: residual must have dtype torch.float64 exactly where input has, "
+        "got torch.float32 with an input of torch.float64",
+    ),
+    "linear-residual-integer": (
+        lambda: ak.linear(X, W, residual=torch.zeros(4, 6).int()),
+        TypeError,
+        f"linear: residual must have dtype {FLOATS}, got torch.int32",
+    ),
+    "linear-residual-number": (
+        lambda: ak.linear(X, W, residual=1.0),
+        TypeError,
+        "linear: residual must be a torch.Tensor, got float",
+    ),
+    "linear-residual-out_dtype": (
+        lambda: ak.linear(X, W, residual=torch.zeros(4, 6), out_dtype=torch.int32),
+        TypeError,
+        f"linear: out_dtype must be {FLOATS}, got torch.int32",
+    ),
+    "mlp-residual": (
+        lambda: ak.mlp(X, W, B, W2, None, residual=X),
+        ValueError,
+        "mlp: residual must have the result's shape (4, 3), got (4, 8)",
+    ),
+    "mlp-residual-dtype": (
+        lambda: ak.mlp(X, W, B, W2, None, residual=torch.zeros(4, 3).double()),
+        TypeError,
+        "mlp: residual must have dtype torch.float64 exactly where input has, "
+        "got torch.float64 with an input of torch.float32",
+    ),
     "layer_norm-eps": (
         lambda: ak.layer_norm(X, 8, eps=-1e-5),
         ValueError,
@@ -351,6 +404,11 @@ CASES = {
         ValueError,
         "explain: op must be one of linear, gated_linear, mlp, softmax, log_softmax, layer_norm, rms_norm, got 'conv'",
     ),
+    "explain-residual": (
+        lambda: ak.explain("linear", X, W, residual=X),
+        ValueError,
+        "linear: residual must have the result's shape (4, 6), got (4, 8)",
+    ),
     "explain-argument": (
         lambda: ak.explain("linear", X, W[:, :5]),
         ValueError,
@@ -375,7 +433,7 @@ def test_message(case, monkeypatch):
     assert case in ("gated-activation",) or str(caught.value) == message
 
 
-@pytest.mark.parametrize("case", ["linear-mix", "softmax-mask-shape", "layer_norm-weight", "mlp-w2"])
+@pytest.mark.parametrize("case", ["linear-mix", "linear-residual", "softmax-mask-shape", "layer_norm-weight", "mlp-w2"])
 def test_message_is_the_same_when_gradients_are_wanted(case):
     call, exception, message = CASES[case]
     X.requires_grad_()

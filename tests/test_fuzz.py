@@ -28,10 +28,16 @@ def test_linear(device, data, m, k, n, dtype, activation):
     b = data.draw(st.one_of(st.none(), DTYPE))
     b = None if b is None else lay(randn(n, dtype=b, device=device, seed=2), data.draw(LAYOUT))
     out_dtype = data.draw(st.one_of(st.none(), DTYPE))
-    y = ak.linear(x, w, b, activation=activation, out_dtype=out_dtype)
-    exact = reference.linear(x, w, b, activation=activation)
-    bound = reference.linear_bound(x, w, b, activation=activation, out_dtype=out_dtype)
-    if device == "cpu" and dtype in LOW and activation in ("relu2", "quick_gelu"):  # not in the library's epilogue
+    r = None
+    if data.draw(st.booleans()):
+        r_dtype = dtype if dtype == torch.float64 else data.draw(st.sampled_from([*LOW, torch.float32]))
+        r = lay(randn(m, n, dtype=r_dtype, device=device, seed=5), data.draw(LAYOUT))
+    y = ak.linear(x, w, b, activation=activation, residual=r, out_dtype=out_dtype)
+    exact = reference.linear(x, w, b, activation=activation, residual=r)
+    bound = reference.linear_bound(x, w, b, activation=activation, residual=r, out_dtype=out_dtype)
+    if (
+        r is None and device == "cpu" and dtype in LOW and activation in ("relu2", "quick_gelu")
+    ):  # not in the library's epilogue
         pre = reference.linear(x, w, b)
         bound = bound + reference.rounding(pre, dtype) * (2 * pre.abs() + 2)
     assert_within(y, exact, bound)

@@ -1,15 +1,17 @@
 """The CUDA GEMMs under what breaks kernels: repetition, thousands of short tiles, streams, graphs, memory full of NaN."""
 
 import contextlib
+import itertools
 import subprocess
 import sys
 
 import pytest
 import torch
-from cases import name, randn
+from bounds import assert_within
+from cases import lay, leaf, name, randn
 
 import ampkernels as ak
-from ampkernels import _plan
+from ampkernels import _plan, numerics, reference
 
 LOW = [torch.bfloat16, torch.float16]
 PATHS = ["auto", "sm80"]  # mma.sync is what other architectures run
@@ -18,6 +20,16 @@ PATHS = ["auto", "sm80"]  # mma.sync is what other architectures run
 @pytest.fixture(params=PATHS)
 def path(request, cuda):
     assert torch.ops.ampkernels.set_gemm_path(request.param)
+    yield request.param
+    torch.ops.ampkernels.set_gemm_path("auto")
+
+
+@pytest.fixture(params=["auto", "sm80", "sm90", "small"])
+def every_path(request, cuda):
+    """A path that was asked for refuses what it does not take: "small" more than 64 rows, "sm90" another 16-bit dtype of
+    the result than the operands'."""
+    if not torch.ops.ampkernels.set_gemm_path(request.param):
+        pytest.skip("not in this build")
     yield request.param
     torch.ops.ampkernels.set_gemm_path("auto")
 
@@ -112,6 +124,102 @@ def test_memory_full_of_nan(path, dtype):
         assert all(torch.equal(a, e) for a, e in zip(found, expected, strict=True))
 
 
+RESIDUAL_LAYOUTS = ["contiguous", "offset", "sliced_rows", "padded_rows", "strided_cols", "transposed", "expanded"]
+
+
+# Whole tiles and ragged ones, few rows, columns that no 16 bytes divide, a split of K.
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [
+        (256, 384, 200),
+        (150, 264, 776),
+        (70, 137, 520),
+        (33, 50, 1000),
+        (5, 1000, 512),
+        (64, 520, 136),
+        (128, 192, 4096),
+    ],
+)
+@pytest.mark.parametrize("accumulate", ["fp32", "fp32/128"])
+@pytest.mark.parametrize("dtype", LOW, ids=name)
+def test_a_residual_on_every_path(every_path, dtype, accumulate, m, n, k):
+    """Of every dtype and layout, with and without a saved pre-activation: within the bound of one rounding, and under a
+    chunk the bits of the CPU's emulation. What lies between the residual's rows is NaN, and so is freed memory."""
+    m = min(m, 64) if every_path == "small" else m
+    x, w, b, _ = operands(m, n, k, dtype)
+    torch.full((4 << 20,), torch.nan, device="cuda")
+    chunked = accumulate != "fp32"
+    policy = ak.Accumulate.parse(accumulate)
+    if (m, n, k) == (128, 192, 4096):
+        assert _plan.gemm_plan_dict(m, n, k, arch=90, chunk=policy.chunk or 0)["split"] > 1
+    for activation, residual_dtype in itertools.product((None, "gelu"), (*LOW, torch.float32)):
+        exact = reference.linear(x, w, b, activation=activation)
+        if chunked:
+            emulated, sums = (
+                numerics.emulate(x, w, b, activation=a, accumulate=accumulate, out_dtype=torch.float32).cuda()
+                for a in (activation, None)
+            )
+        for layout in RESIDUAL_LAYOUTS:
+            r = lay(randn(m, n, dtype=residual_dtype, device="cuda", seed=4), layout)
+            what = f"{activation}, residual {residual_dtype} {layout}"
+            options = {"activation": activation, "residual": r, "accumulate": accumulate}
+            out_dtypes = {dtype, torch.float32} | (set() if every_path == "sm90" else {residual_dtype})
+            for out_dtype in out_dtypes:
+                y = ak.linear(x, w, b, out_dtype=out_dtype, **options)
+                bound = reference.linear_bound(
+                    x, w, b, activation=activation, residual=r, out_dtype=out_dtype, accumulate=policy
+                )
+                assert_within(y, exact + r.double(), bound, what)
+                if chunked:
+                    assert torch.equal(y, (emulated + r.float()).to(out_dtype)), what
+            for relu in (False, True) if chunked and activation else ():
+                graphed = ak.linear(
+                    leaf(x), w, b, out_dtype=dtype, **(options | {"activation": "relu"} if relu else options)
+                )
+                act = sums.relu() if relu else emulated
+                assert torch.equal(graphed, (act + r.float()).to(dtype)), what
+                assert torch.equal(graphed.grad_fn.saved_tensors[-1], sums.to(dtype)), what
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize("dtype", LOW, ids=name)
+def test_a_residual_that_cancels_on_every_path(every_path, dtype, activation):
+    """The rest of the sum shows a rounding of the product or of the activation, which nothing else would."""
+    for m, n, k in ((256, 384, 16), (70, 137, 16), (40, 264, 16)):
+        x, w, b, _ = operands(min(m, 64) if every_path == "small" else m, n, k, dtype)
+        x, w = x.abs(), w.abs() * w[:, :1].sign()  # sums as large as their terms: a small bound beside them
+        act = reference.linear(x, w, b, activation=activation)
+        for residual_dtype in (dtype, torch.float32):
+            r = (-act).to(residual_dtype)
+            for accumulate in ("fp32", "fp32/64"):
+                y = ak.linear(x, w, b, activation=activation, residual=r, accumulate=accumulate)
+                policy = ak.Accumulate.parse(accumulate)
+                bound = reference.linear_bound(x, w, b, activation=activation, residual=r, accumulate=policy)
+                assert_within(y, act + r.double(), bound, f"{m}x{n}, {accumulate}")
+                rounded_first = act.to(dtype).double() + r.double()
+                assert ((rounded_first - act - r.double()).abs() > bound).double().mean() > 0.2
+
+
+@pytest.mark.parametrize("k", [16, 72, 256])
+@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("dtype", LOW, ids=name)
+def test_thousands_of_short_tiles_with_a_residual(path, dtype, wide, activation, k):
+    m, n = 16384 + 40, 3072 + 24
+    x, w, b, _ = operands(m, n, k, dtype)
+    r = randn(m, n, dtype=torch.float32 if wide else dtype, device="cuda", seed=4)
+    first = ak.linear(x, w, b, activation=activation, residual=r)
+    exact = torch.nn.functional.linear(x.double(), w.double(), b.double())
+    if activation:
+        exact = torch.nn.functional.gelu(exact)
+    exact += r
+    u = torch.finfo(r.dtype).eps / 2
+    error = (first.double() - exact).abs()
+    assert bool((error <= 1.01 * u * exact.abs() + 1e-5 * k**0.5).all()), float(error.max())
+    for _ in range(20):
+        assert torch.equal(ak.linear(x, w, b, activation=activation, residual=r), first)
+
+
 @contextlib.contextmanager
 def few_rows():
     """The kernel for 1 to 64 rows, which takes forward products."""
@@ -158,14 +266,42 @@ def test_few_rows_have_the_bits_of_many(cuda, dtype, accumulate, n, k):
                     assert torch.equal(found, expected[first : first + m]), f"{m} rows from {first}"
 
 
-def test_few_rows_many_times_over(cuda):
-    """Launched as dependents of one another: each reads what the one before it wrote."""
+@pytest.mark.parametrize(("n", "k"), [(136, 200), (1096, 4104), (1000, 64), (3, 8)])
+@pytest.mark.parametrize("accumulate", ["fp32/64", "fp32/512", "fp32"])
+@pytest.mark.parametrize("residual_dtype", [torch.bfloat16, torch.float32], ids=name)
+def test_few_rows_with_a_residual_have_the_bits_of_many(cuda, residual_dtype, accumulate, n, k):
+    x, w, b, _ = operands(64 if accumulate == "fp32" else 200, n, k, torch.bfloat16)
+    r = randn(len(x), n, dtype=residual_dtype, device=cuda, seed=4)
+
+    def results(rows):
+        options = {"residual": r[rows], "accumulate": accumulate}
+        return ak.linear(x[rows], w, b, activation="gelu", **options), ak.linear(x[rows], w, **options)
+
+    if accumulate == "fp32":
+        with few_rows():
+            right = results(slice(None))
+    else:
+        right = results(slice(None))
+    with few_rows():
+        for m in range(1, 65):
+            first = (m * 5) % (len(x) - m + 1)
+            rows = slice(first, first + m)
+            for found, expected in zip(results(rows), right, strict=True):
+                assert torch.equal(found, expected[rows]), f"{m} rows from {first}"
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_few_rows_many_times_over(cuda, residual):
+    """Launched as dependents of one another: each reads what the one before it wrote, as its rows and as its residual."""
     x, w, _, _ = operands(48, 1024, 1024, torch.bfloat16)
 
     def chain():
-        y = x
+        y = before = x
         for i in range(40):
-            y = ak.linear(y, w, activation="tanh" if i % 3 else None, accumulate="fp32/128" if i % 2 else None)
+            options = {"activation": "tanh" if i % 3 else None, "accumulate": "fp32/128" if i % 2 else None}
+            if residual:
+                options["residual"] = before if i % 5 else y
+            before, y = y, ak.linear(y, w, **options)
         return y
 
     with few_rows():

@@ -8,7 +8,7 @@ from bounds import assert_within, dpre_bound, linear_grad_bounds
 from cases import DTYPES, LAYOUTS, LOW, lay, leaf, name, randn
 
 import ampkernels as ak
-from ampkernels import reference
+from ampkernels import numerics, reference
 from ampkernels.reference import UNIT_ROUNDOFF, accumulation, rounding
 
 # (M, K, N): one of each tile, tile +- 1, odd, single, tall, wide; nothing a multiple of anything but the first.
@@ -222,6 +222,164 @@ def test_beyond_2_to_31_elements(cuda):
     assert_within(y[last], reference.linear(x[last], w2), reference.linear_bound(x[last], w2))
 
 
+# ------------------------------------------------------------------------------------------------------------ residual
+
+
+RESIDUALS = [(d, r) for d in DTYPES for r in DTYPES if (d == torch.float64) == (r == torch.float64)]
+with_residuals = pytest.mark.parametrize(("dtype", "residual_dtype"), RESIDUALS, ids=name)
+
+
+def check_residual(x, w, b, r, activation, dy, device, accumulate=None):
+    """Nothing is rounded before the sum, on the CPU either: the bound is that of one rounding."""
+    options = {"activation": activation, "accumulate": accumulate}
+    policy = ak.Accumulate.parse(accumulate or "fp32")
+    leaves = x, w, b, r = [None if t is None else leaf(t) for t in (x, w, b, r)]
+    y = ak.linear(x, w, b, residual=r, **options)
+    assert y.dtype == r.dtype and y.shape == r.shape
+    exact = reference.linear(x, w, b, activation=activation, residual=r)
+    bound = reference.linear_bound(x, w, b, activation=activation, residual=r, accumulate=policy)
+    assert_within(y, exact, bound, "y")
+    with torch.no_grad():
+        assert_within(ak.linear(x, w, b, residual=r, **options), exact, bound, "y without grad")
+
+    y.backward(dy)
+    wide = [None if t is None else t.detach().double().requires_grad_() for t in leaves]
+    reference.linear(*wide[:3], activation=activation, residual=wide[3]).backward(dy.double())
+    m = math.prod(x.shape[:-1])
+    rows, flat_dy = x.detach().reshape(m, x.shape[-1]), dy.reshape(m, w.shape[0])
+    bounds = linear_grad_bounds(rows, w, b, flat_dy, activation, x.dtype, b_dtype=None if b is None else b.dtype)
+    for t, e, bound, what in zip(leaves, wide, bounds, ("dinput", "dweight", "dbias"), strict=False):
+        if t is not None:
+            assert t.grad.dtype == t.dtype
+            assert_within(t.grad, e.grad, (2.0 if device == "cpu" else 1.0) * bound.reshape(t.shape), what)
+    assert r.grad.dtype == r.dtype and torch.equal(r.grad, dy)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@with_residuals
+def test_residual(device, dtype, residual_dtype, activation):
+    x, w, b = make(67, 96, 72, dtype, device)
+    r, dy = (randn(67, 72, dtype=residual_dtype, device=device, seed=s) for s in (8, 9))
+    check_residual(2 * x, w, b, r, activation, dy, device)
+
+
+@pytest.mark.parametrize("bias_dtype", [None, torch.float32], ids=["no bias", "bias"])
+@pytest.mark.parametrize("shape", [*SHAPES, (0, 8, 5), (4, 0, 5), (4, 8, 0)], ids=lambda s: "x".join(map(str, s)))
+@with_residuals
+def test_shapes_with_a_residual(device, dtype, residual_dtype, shape, bias_dtype):
+    m, k, n = shape
+    x, w, b = make(m, k, n, dtype, device, bias_dtype)
+    r, dy = (randn(m, n, dtype=residual_dtype, device=device, seed=s) for s in (8, 9))
+    check_residual(x, w, b, r, None, dy, device)
+    check_residual(x, w, b, r, "gelu", dy, device)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(24,), (33, 24), (150, 68), (3, 50, 65)], ids=str)
+@pytest.mark.parametrize("accumulate", [None, "fp32/64"])
+@pytest.mark.parametrize("residual_dtype", DTYPES[:3], ids=name)
+def test_layouts_of_a_residual(device, residual_dtype, accumulate, shape, layout):
+    x, w, b = (
+        randn(*shape[:-1], 40, dtype=torch.bfloat16, device=device),
+        *make(1, 40, shape[-1], torch.bfloat16, device)[1:],
+    )
+    r = lay(randn(*shape, dtype=residual_dtype, device=device, seed=8), layout)
+    dy = randn(*shape, dtype=residual_dtype, device=device, seed=9)
+    for activation in (None, "silu"):
+        check_residual(x, w, b, r, activation, dy, device, accumulate)
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+@with_residuals
+def test_out_dtype_with_a_residual(device, dtype, residual_dtype, out_dtype, activation):
+    x, w, b = make(20, 1000, 24, dtype, device)
+    r = randn(20, 24, dtype=residual_dtype, device=device, seed=8)
+    leaves = xg, wg, rg = leaf(x), leaf(w), leaf(r)
+    y = ak.linear(xg, wg, b, activation=activation, residual=rg, out_dtype=out_dtype)
+    assert y.dtype == out_dtype
+    bound = reference.linear_bound(x, w, b, activation=activation, residual=r, out_dtype=out_dtype)
+    assert_within(y, reference.linear(x, w, b, activation=activation, residual=r), bound)
+    dy = randn(20, 24, dtype=out_dtype, device=device, seed=9)
+    y.backward(dy)
+    dx, dw, _ = linear_grad_bounds(x, w, b, dy, activation, dtype)
+    wide = [t.double().requires_grad_() for t in (x, w, r)]
+    reference.linear(wide[0], wide[1], b, activation=activation, residual=wide[2]).backward(dy.double())
+    for t, e, bound in zip(leaves, wide, (2 * dx, 2 * dw), strict=False):
+        assert_within(t.grad, e.grad, bound)
+    assert torch.equal(rg.grad, dy.to(residual_dtype))  # rounded once
+
+
+@pytest.mark.parametrize("accumulate", [None, "fp32/64"])
+@pytest.mark.parametrize("activation", [a for a in ACTIVATIONS if a != "relu2"], ids=str)
+@pytest.mark.parametrize("residual_dtype", [*LOW, torch.float32], ids=name)
+@pytest.mark.parametrize("dtype", LOW, ids=name)
+def test_a_residual_that_cancels(device, dtype, residual_dtype, activation, accumulate):
+    """What is left of a sum that cancels shows every rounding before it, of the product or of the activation. The products
+    of one sum have one sign: its bound is then small beside it."""
+    x, w, b = make(150, 16, 136, dtype, device)
+    x, w = x.abs(), w.abs() * w[:, :1].sign()
+    act = reference.linear(x, w, b, activation=activation)
+    r = (-act).to(residual_dtype)
+    y = ak.linear(x, w, b, activation=activation, residual=r, accumulate=accumulate, out_dtype=torch.float32)
+    exact = act + r.double()
+    policy = ak.Accumulate.parse(accumulate or "fp32")
+    bound = reference.linear_bound(
+        x, w, b, activation=activation, residual=r, out_dtype=torch.float32, accumulate=policy
+    )
+    assert_within(y, exact, bound)
+    rounded_first = act.to(dtype).double() + r.double()
+    assert ((rounded_first - exact).abs() > bound).double().mean() > 0.2  # which would be seen
+    same = ak.linear(x, w, b, activation=activation, residual=r, accumulate=accumulate)
+    assert same.dtype == residual_dtype
+    assert_within(same, exact, reference.linear_bound(x, w, b, activation=activation, residual=r, accumulate=policy))
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "relu2"])
+@pytest.mark.parametrize("residual_dtype", [*LOW, torch.float32], ids=name)
+@pytest.mark.parametrize("dtype", LOW, ids=name)
+def test_a_residual_changes_no_other_gradient(device, dtype, residual_dtype, activation):
+    """Bit for bit: the saved pre-activation is the same, and so is relu's derivative, which no output tells any more."""
+    x, w, b = make(70, 96, 136, dtype, device, torch.float32)
+    r, dy = (randn(70, 136, dtype=residual_dtype, device=device, seed=s) for s in (8, 9))
+    plain, added = ([leaf(t) for t in (x, w, b)] for _ in range(2))
+    options = {"activation": activation, "accumulate": "fp32/64", "out_dtype": residual_dtype}
+    ak.linear(*plain, **options).backward(dy)
+    ak.linear(*added, residual=r, **options).backward(dy)
+    for a, p in zip(added, plain, strict=True):
+        assert torch.equal(a.grad, p.grad)
+
+
+@pytest.mark.parametrize("accumulate", ["fp32/64", "fp32/512"])
+@pytest.mark.parametrize("activation", [None, "gelu", "relu"])
+@pytest.mark.parametrize("residual_dtype", [*LOW, torch.float32], ids=name)
+@pytest.mark.parametrize("dtype", LOW, ids=name)
+def test_bits_of_a_sum_with_a_residual(device, dtype, residual_dtype, activation, accumulate):
+    """Those of fp32 arithmetic on the fp32 result, of any part of the batch, of the emulation, and with a graph."""
+    x, w, b = make(70, 600, 136, dtype, device, torch.float32)
+    r = randn(70, 136, dtype=residual_dtype, device=device, seed=8)
+    options = {"activation": activation, "accumulate": accumulate}
+    y = ak.linear(x, w, b, residual=r, **options)
+    act = ak.linear(x, w, b, out_dtype=torch.float32, **options)
+    assert torch.equal(y, (act + r.float()).to(residual_dtype))
+    wide = ak.linear(x, w, b, residual=r, out_dtype=torch.float32, **options)
+    assert torch.equal(wide, act + r.float())
+    for rows in (slice(3, 4), slice(10, 67)):
+        assert torch.equal(ak.linear(x[rows], w, b, residual=r[rows], **options), y[rows])
+    assert torch.equal(numerics.emulate(x, w, b, residual=r, **options), y.cpu())
+    assert torch.equal(ak.linear(leaf(x), w, b, residual=r, **options), y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_special_values_of_a_residual(device, dtype):
+    x, w, _ = make(4, 8, 8, dtype, device, None)
+    r = torch.zeros(4, 8, dtype=dtype, device=device)
+    r[0, 0], r[1, 1], r[2, 2] = math.nan, math.inf, -math.inf
+    y = ak.linear(x, w, activation="gelu", residual=r)
+    assert y[0, 0].isnan() and y[1, 1] == math.inf and y[2, 2] == -math.inf
+    assert y.isfinite().sum() == 4 * 8 - 3
+
+
 # -------------------------------------------------------------------------------------------------------------- gated
 
 
@@ -318,3 +476,36 @@ def test_mlp_equals_two_linears_in_fp64(device):
     y = ak.mlp(*args)
     expected = torch.nn.functional.linear(torch.nn.functional.gelu(torch.nn.functional.linear(x, w1, b1)), w2, b2)
     torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+@with_residuals
+def test_mlp_with_a_residual(device, dtype, residual_dtype, activation):
+    """The second linear adds it. Backward is that without one, of a dy rounded to the dtype computed in, but for db2."""
+    x, w1, b1 = make(45, 24, 56, dtype, device, torch.float32)
+    _, w2, b2 = make(45, 56, 24, dtype, device, torch.float32, seed=5)
+    r, dy = (randn(45, 24, dtype=residual_dtype, device=device, seed=s) for s in (8, 9))
+    leaves = [leaf(t) for t in (x, w1, b1, w2, b2, r)]
+    y = ak.mlp(*leaves[:5], activation=activation, residual=leaves[5])
+    assert y.dtype == residual_dtype
+    hidden = ak.linear(leaf(x), w1, b1, activation=activation).detach()
+    bound = reference.linear_bound(hidden, w2, b2, residual=r)
+    assert_within(y, reference.linear(hidden, w2, b2, residual=r), bound, "y from the hidden tensor")
+    exact = reference.mlp(x, w1, b1, w2, b2, activation=activation, residual=r)
+    h_error = 2 * forward_bound(x, w1, b1, activation, True, device)
+    bound = bound + h_error @ w2.double().abs().mT * (1 + UNIT_ROUNDOFF[dtype])
+    assert_within(y, exact, bound, "y")
+    with torch.no_grad():
+        assert_within(ak.mlp(*leaves[:5], activation=activation, residual=r), exact, bound, "y without grad")
+
+    y.backward(dy)
+    plain = [leaf(t) for t in (x, w1, b1, w2, b2)]
+    ak.mlp(*plain, activation=activation).backward(dy.to(dtype))
+    for ours, theirs in zip(leaves[:4], plain, strict=False):
+        assert torch.equal(ours.grad, theirs.grad)
+    sums = dy.double().sum(0)
+    u = UNIT_ROUNDOFF[reference.compute_dtype(dtype)]
+    assert_within(
+        leaves[4].grad, sums, reference.gamma(60, u) * dy.double().abs().sum(0) + rounding(sums, torch.float32)
+    )
+    assert torch.equal(leaves[5].grad, dy) and leaves[5].grad.dtype == residual_dtype

@@ -61,6 +61,26 @@ def test_it_is_the_gradient(device, dtype, op):
         assert torch.equal(a.grad, b.main_grad.to(dtype))  # rounded once either way
 
 
+@pytest.mark.parametrize("op", ["linear", "mlp"])
+@pytest.mark.parametrize("dtype", LOW, ids=name)
+def test_with_a_residual_it_is_the_gradient(device, dtype, op):
+    x, w, w2 = (randn(*s, dtype=dtype, device=device) for s in ((33, 64), (48, 64), (64, 48)))
+    plain, kept = [leaf(w), leaf(w2)], [leaf(w), leaf(w2)]
+    for t in kept:
+        t.main_grad = torch.zeros(t.shape, device=device)
+    for a, b in (plain, kept):
+        if op == "mlp":
+            r = leaf(torch.ones(33, 64, device=device))
+            y = ak.mlp(x, a, None, b, None, activation="relu", residual=r, accumulate="fp32/64")
+        else:
+            r = leaf(torch.ones(33, 48, device=device))
+            y = ak.linear(x, a, activation="relu", residual=r, accumulate="fp32/64")
+        y.backward(randn(*y.shape, dtype=torch.float32, device=device, seed=7))
+        assert r.grad is not None
+    for a, b in list(zip(plain, kept, strict=True))[: 2 if op == "mlp" else 1]:
+        assert a.grad.abs().sum() > 0 and torch.equal(a.grad, b.main_grad.to(dtype))
+
+
 def test_under_autocast_an_fp32_weight_sums_too(device):
     x, w = randn(33, 64, dtype=torch.float32, device=device), leaf(randn(48, 64, dtype=torch.float32, device=device))
     w.main_grad = torch.zeros_like(w)

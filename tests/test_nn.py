@@ -216,6 +216,26 @@ def test_mlp_whose_layers_were_fused_stays_fused():
     assert module(X).grad_fn.name() == "LinearCpuBackward"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_and_mlp_take_a_residual(device, dtype):
+    x, residual = X.to(device), torch.randn(2, 4, 6, device=device).to(dtype)
+    linear = randomise(ak.FusedLinear(8, 6, activation="gelu")).to(device)
+    y = linear(x, residual)
+    assert y.dtype == dtype
+    torch.testing.assert_close(y, (F.gelu(F.linear(x, linear.weight, linear.bias)) + residual).to(dtype))
+    assert ak.FusedLinear(8, 6, out_dtype=torch.float64).to(device)(x, residual).dtype == torch.float64
+    mlp = randomise(ak.FusedMLP(8, 16, 6)).to(device)
+    fused = mlp(x, residual)
+    assert fused.dtype == dtype and fused.grad_fn.name().startswith("Mlp")
+    expected = (mlp.fc2(F.gelu(mlp.fc1(x))) + residual).to(dtype)
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {}
+    torch.testing.assert_close(fused, expected, **tolerance)
+    calls = []
+    mlp.fc2.register_forward_hook(lambda *_: calls.append("fc2"))
+    torch.testing.assert_close(mlp(x, residual), fused, **tolerance)  # and has the residual's dtype there, too
+    assert calls == ["fc2"]
+
+
 # ------------------------------------------------------------------------------------------------------------------- rows
 
 

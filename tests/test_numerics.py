@@ -178,6 +178,18 @@ def test_emulate(activation, gated):
     assert ((y.double() - exact).abs() <= bound(x, w, bias, activation=activation)).all()
 
 
+@needs_emulation
+@pytest.mark.parametrize("residual_dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_emulate_adds_a_residual(activation, residual_dtype):
+    x, w, bias = torch.randn(2, 3, 100).bfloat16(), torch.randn(36, 100).bfloat16(), torch.randn(36)
+    residual = torch.randn(3, 36, 2).to(residual_dtype).permute(2, 0, 1)
+    options = {"activation": activation, "accumulate": "fp32/64"}
+    y = numerics.emulate(x, w, bias, residual=residual, **options)
+    act = numerics.emulate(x, w, bias, out_dtype=torch.float32, **options)
+    assert torch.equal(y, (act + residual.float()).to(residual_dtype))
+
+
 def test_emulate_refuses():
     x, w = torch.randn(2, 8).half(), torch.randn(5, 8).half()
     for kwargs, message in [
@@ -185,9 +197,13 @@ def test_emulate_refuses():
         ({"activation": "swish"}, "activation must be"),
         ({"gated": True}, "even number of rows"),
         ({"bias": torch.zeros(4)}, r"bias must have shape \(5,\)"),
+        ({"residual": torch.zeros(5)}, r"residual must have the result's shape \(2, 5\), got \(5,\)"),
+        ({"residual": torch.zeros(2, 5).double()}, "residual must be float16, bfloat16 or float32, got torch.float64"),
     ]:
         with pytest.raises(ValueError, match=message):
             numerics.emulate(x, w, **kwargs)
+    with pytest.raises(ValueError, match="residual must be None if gated"):
+        numerics.emulate(x, w[:4], residual=torch.zeros(2, 2), gated=True)
     with pytest.raises(TypeError, match="share a dtype"):
         numerics.emulate(x, w.bfloat16())
     with pytest.raises(ValueError, match="in = 8"):

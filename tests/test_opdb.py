@@ -82,6 +82,22 @@ def test_samples(device, name, dtype):
     assert count >= 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_linear_samples_with_a_residual(device, dtype):
+    info = INFOS["nn.functional.linear"]
+    for sample in info.sample_inputs(device, dtype, requires_grad=True):
+        plain = info.op(sample.input.double(), *(a.double() for a in sample.args))
+        residual = torch.randn_like(plain).to(dtype).requires_grad_()
+        actual = ak.linear(sample.input, *sample.args, residual=residual)
+        expected = plain + residual.double()
+        u = torch.finfo(dtype).eps
+        largest = max(1.0, float(plain.abs().max()) if plain.numel() else 1.0)
+        torch.testing.assert_close(actual.double(), expected, rtol=2 * u, atol=4 * u * largest)
+        dy = torch.randn_like(actual)
+        actual.backward(dy)
+        assert torch.equal(residual.grad, dy) and sample.input.grad is not None
+
+
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_error_samples(device, name):
     """Where torch refuses, so do we, with ours of the two exceptions."""

@@ -25,11 +25,14 @@ def samples(device):
     for bias in (None, b):
         for save in (False, True):
             for out in (BF16, F32):
-                yield "linear_fwd", (x, w, bias, 2, *acc, out, save)
+                for residual in (None, dy, dy.float()):
+                    yield "linear_fwd", (x, w, bias, residual, 2, *acc, out, save)
                 yield "gated_linear_fwd", (x, w, bias, 4, *acc, out, save)
-        yield "linear_fwd", (t(2, 3, 16, device=device), w, bias, 2, *acc, BF16, True)
+        for residual in (None, t(3, 2, 8, device=device).transpose(0, 1)):
+            yield "linear_fwd", (t(2, 3, 16, device=device), w, bias, residual, 2, *acc, BF16, True)
         yield "gated_linear_fwd", (t(16, device=device), w, bias, 4, *acc, BF16, True)
-    yield "linear_fwd", (x.double(), w.double(), None, 2, *acc, torch.float64, True)
+    for residual in (None, dy.double()):
+        yield "linear_fwd", (x.double(), w.double(), None, residual, 2, *acc, torch.float64, True)
     for dpre in (None, BF16):
         for dbias in (None, F32):
             if dpre or dbias:
@@ -98,8 +101,20 @@ def test_every_operator_is_checked():
 
 CALLS = {
     "linear": (lambda x, w, b: ak.linear(x, w, b, activation="gelu"), [(6, 16), (8, 16), (8,)]),
+    "linear_residual": (
+        lambda x, w, b, r: ak.linear(x, w, b, activation="gelu", residual=r),
+        [(6, 16), (8, 16), (8,), (6, 8)],
+    ),
+    "linear_only_residual": (
+        lambda x, w, r: ak.linear(x.detach(), w.detach(), activation="relu", residual=r) + 0 * x.sum() + 0 * w.sum(),
+        [(6, 16), (8, 16), (6, 8)],
+    ),
     "gated_linear": (ak.gated_linear, [(6, 16), (8, 16), (8,)]),
     "mlp": (ak.mlp, [(6, 16), (8, 16), (8,), (16, 8), (16,)]),
+    "mlp_residual": (
+        lambda x, w1, b1, w2, b2, r: ak.mlp(x, w1, b1, w2, b2, residual=r),
+        [(6, 16), (8, 16), (8,), (16, 8), (16,), (6, 16)],
+    ),
     "softmax": (lambda x: ak.softmax(x, scale=0.5, causal=True), [(6, 6)]),
     "log_softmax": (ak.log_softmax, [(6, 16)]),
     "layer_norm": (lambda x, w, b: ak.layer_norm(x, (16,), w, b), [(6, 16), (16,), (16,)]),

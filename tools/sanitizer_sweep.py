@@ -97,7 +97,10 @@ def gemm() -> Iterator[Call]:
         for policy in policies(dtype):
             x, w, b = randn(m, k, dtype=dtype), randn(n, k, dtype=dtype), randn(n, dtype=F32)
             label = f"linear {dtype} {m}x{n}x{k} {activation} {policy}"
-            yield label, ak.linear, (x, w, b), {"activation": activation, "accumulate": policy}
+            options: dict[str, object] = {"activation": activation, "accumulate": policy}
+            yield label, ak.linear, (x, w, b), options
+            r = randn(m, n, dtype=F32 if activation else dtype)
+            yield f"{label} + residual", ak.linear, (x, w, b), {**options, "residual": r}
 
 
 def gated() -> Iterator[Call]:

@@ -6,6 +6,7 @@ written once, straight from the accumulators, in the dtype of the input and of t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,10 +29,11 @@ def linear_forward(
     chunk: int,
     dtype: torch.dtype,
     out_dtype: Dtype,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """linear without a graph; `dtype` is the one computed in; `acc` and `out_dtype` are numbers, as in `_ops.DTYPE`."""
     x, w = cast(input, dtype), cast(weight, dtype)
-    return _ops.linear_fwd(x, w, bias, activation, acc, chunk, out_dtype, False)[0]
+    return _ops.linear_fwd(x, w, bias, residual, activation, acc, chunk, out_dtype, False)[0]
 
 
 def gated_linear_forward(
@@ -83,12 +85,17 @@ def _linear_function_forward(
     chunk: int,
     dtype: torch.dtype,
     out_dtype: Dtype,
+    residual: Tensor | None = None,
 ) -> Tensor:
     x, w = cast(input, dtype), cast(weight, dtype)
-    save_pre = activation not in (_ops.NONE, _ops.RELU)
-    output, pre = _ops.linear_fwd(x, w, bias, activation, acc, chunk, out_dtype, save_pre)
-    # relu's derivative can be read off its output, which the next layer keeps anyway.
-    _save(ctx, input, weight, bias, x, w, output if activation == _ops.RELU else pre)
+    # relu's derivative can be read off its output, which the next layer keeps anyway; not off a sum with a residual.
+    if residual is None:
+        save_pre = activation not in (_ops.NONE, _ops.RELU)
+    else:
+        save_pre = activation != _ops.NONE and any(ctx.needs_input_grad[:3])
+        ctx.residual_dtype = residual.dtype
+    output, pre = _ops.linear_fwd(x, w, bias, residual, activation, acc, chunk, out_dtype, save_pre)
+    _save(ctx, input, weight, bias, x, w, output if activation == _ops.RELU and residual is None else pre)
     ctx.policy = (activation, False, acc, chunk)
     return output
 
@@ -171,7 +178,20 @@ def _add_to_main_grad(main_grad: Tensor, dpre: Tensor, x: Tensor, acc: Dtype, ch
         )[1]
 
 
+def _and_dresidual(backward: Callable[..., Grads]) -> Callable[..., Grads]:
+    """`backward`, and the gradient of the residual, which is forward's last argument: dy itself."""
+
+    def wrapper(ctx: Any, dy: Tensor) -> Grads:
+        needs = ctx.needs_input_grad
+        grads = backward(ctx, dy) if any(needs[:-1]) else (None,) * (len(needs) - 1)
+        return *grads, cast(dy, ctx.residual_dtype) if needs[-1] else None
+
+    return wrapper
+
+
+# With a residual they are classes of their own, so that a call without one does nothing for it.
 LINEAR = functions("linear", _linear_function_forward, _backward)
+LINEAR_RESIDUAL = functions("linear", _linear_function_forward, _and_dresidual(_backward))
 GATED_LINEAR = functions("gated_linear", _gated_function_forward, _backward)
 
 # ----------------------------------------------------------------------------------------------------------------- mlp
@@ -187,11 +207,14 @@ def mlp_forward(
     acc: Dtype,
     chunk: int,
     dtype: torch.dtype,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """mlp without a graph."""
     out = _ops.DTYPE[dtype]
-    hidden, _ = _ops.linear_fwd(cast(input, dtype), cast(w1, dtype), b1, activation, acc, chunk, out, False)
-    return _ops.linear_fwd(hidden, cast(w2, dtype), b2, _ops.NONE, acc, chunk, out, False)[0]
+    hidden, _ = _ops.linear_fwd(cast(input, dtype), cast(w1, dtype), b1, None, activation, acc, chunk, out, False)
+    if residual is not None:
+        out = _ops.DTYPE[residual.dtype]
+    return _ops.linear_fwd(hidden, cast(w2, dtype), b2, residual, _ops.NONE, acc, chunk, out, False)[0]
 
 
 def _mlp_function_forward(
@@ -205,6 +228,7 @@ def _mlp_function_forward(
     acc: Dtype,
     chunk: int,
     dtype: torch.dtype,
+    residual: Tensor | None = None,
 ) -> Tensor:
     need_input, need_w1, need_b1, need_w2, _ = ctx.needs_input_grad[:5]
     need_first = need_input or need_w1 or need_b1
@@ -212,9 +236,12 @@ def _mlp_function_forward(
     # One tensor of the hidden layer is kept: the pre-activation, from which backward's first GEMM also makes the hidden
     # activations again; or those themselves, where they tell the derivative (relu) or where no derivative is needed.
     save_pre = need_first and activation not in (_ops.NONE, _ops.RELU)
-    out = _ops.DTYPE[dtype]
-    hidden, pre = _ops.linear_fwd(x, w1_cast, b1, activation, acc, chunk, out, save_pre)
-    output, _ = _ops.linear_fwd(hidden, w2_cast, b2, _ops.NONE, acc, chunk, out, False)
+    out = output_dtype = _ops.DTYPE[dtype]
+    if residual is not None:
+        ctx.residual_dtype = residual.dtype
+        output_dtype = _ops.DTYPE[residual.dtype]
+    hidden, pre = _ops.linear_fwd(x, w1_cast, b1, None, activation, acc, chunk, out, save_pre)
+    output, _ = _ops.linear_fwd(hidden, w2_cast, b2, residual, _ops.NONE, acc, chunk, output_dtype, False)
     keep_hidden = need_w2 or (need_first and activation == _ops.RELU)
     ctx.save_for_backward(
         x if need_w1 else None,
@@ -229,7 +256,7 @@ def _mlp_function_forward(
     return output
 
 
-def _mlp_function_backward(ctx: Any, dy: Tensor) -> Grads:
+def _mlp_function_backward(ctx: Any, dy: Tensor, db2: Tensor | None = None) -> Grads:
     activation, acc, chunk, dtype = ctx.policy
     input_dtype, b1_dtype, b2_dtype = ctx.dtypes
     need_input, need_w1, need_b1, need_w2, need_b2 = ctx.needs_input_grad[:5]
@@ -251,9 +278,20 @@ def _mlp_function_backward(ctx: Any, dy: Tensor) -> Grads:
         hidden = activated if ctx.saved_pre else saved
         first = (input_dtype if need_input else None, need_w1, b1_dtype if need_b1 else None)
         dinput, dw1, db1 = _plain_backward(dpre, x, w1, ctx.weights[0], acc, chunk, *first)
-    second = (None, need_w2, b2_dtype if need_b2 else None)
-    _, dw2, db2 = _plain_backward(dy, hidden, None, ctx.weights[1], acc, chunk, *second)
-    return dinput, dw1, db1, dw2, db2, None, None, None, None
+    second = (None, need_w2, b2_dtype if need_b2 and db2 is None else None)
+    _, dw2, dbias = _plain_backward(dy, hidden, None, ctx.weights[1], acc, chunk, *second)
+    return dinput, dw1, db1, dw2, dbias if db2 is None else db2, None, None, None, None
+
+
+def _mlp_residual_backward(ctx: Any, dy: Tensor) -> Grads:
+    """dy has the residual's dtype: for the GEMMs it is rounded once to the one computed in, and b2's sum made before."""
+    dtype, b2_dtype = ctx.policy[3], ctx.dtypes[2]
+    if _ops.DTYPE[dy.dtype] == dtype:
+        return _mlp_function_backward(ctx, dy)
+    need_b2 = ctx.needs_input_grad[4]
+    dpre, db2 = _ops.linear_act_bwd(dy, None, _ops.NONE, False, dtype, b2_dtype if need_b2 else None)
+    return _mlp_function_backward(ctx, dpre, db2)
 
 
 MLP = functions("mlp", _mlp_function_forward, _mlp_function_backward)
+MLP_RESIDUAL = functions("mlp", _mlp_function_forward, _and_dresidual(_mlp_residual_backward))

@@ -17,6 +17,7 @@ def emulate(
     bias: Tensor | None = None,
     *,
     activation: str | None = None,
+    residual: Tensor | None = None,
     gated: bool = False,
     accumulate: Accumulate | str = "fp32/512",
     out_dtype: torch.dtype | None = None,
@@ -24,15 +25,17 @@ def emulate(
 ) -> Tensor:
     """`linear` (or, with `gated`, `gated_linear`) bit for bit as the tensor cores of `arch` compute it, on the CPU.
 
-    Formula: act(input @ weight.T + bias), or act(gate) * up with gate and up the two halves of input @ weight.T + bias.
+    Formula: act(input @ weight.T + bias) + residual, or act(gate) * up with gate and up the two halves of
+    input @ weight.T + bias.
 
     Args:
         input: (..., K), fp16 or bf16, on any device; it is copied to the CPU.
         weight: (N, K), of the same dtype.
         bias: (N,), of any floating-point dtype.
+        residual: (..., N), fp16, bf16 or fp32; not with `gated`.
         accumulate: with a chunk, the result is a GPU's under the same policy, whatever the shape. Without one it is one
             chain over all of K, which a GPU that splits K does not follow.
-        out_dtype: the input's if None.
+        out_dtype: if None, the residual's if there is one, else the input's.
         arch: "sm90" (checked on an H200) or "sm80" (the published rule of Ampere, not checked).
 
     Returns:
@@ -55,6 +58,8 @@ def emulate(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"emulate: bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
+    if residual is not None:
+        _check_residual(residual, (*input.shape[:-1], weight.shape[0]), gated)
     if gated and weight.shape[0] % 2:
         raise ValueError(f"emulate: weight must have an even number of rows if gated, got {weight.shape[0]}")
     policy = Accumulate.parse(accumulate)
@@ -69,11 +74,21 @@ def emulate(
             rows,
             weight.detach().cpu(),
             None if bias is None else bias.detach().cpu(),
+            None if residual is None else residual.detach().cpu().reshape(rows.shape[0], -1),
             _ops.ACTIVATION_NUMBERS[activation],
             gated,
             policy.dtype,
             policy.chunk or 0,
-            out_dtype or input.dtype,
+            out_dtype or (input.dtype if residual is None else residual.dtype),
             _ARCHS[arch],
         )
     return result.reshape(*input.shape[:-1], result.shape[-1])
+
+
+def _check_residual(residual: Tensor, shape: tuple[int, ...], gated: bool) -> None:
+    if gated:
+        raise ValueError("emulate: residual must be None if gated")
+    if residual.shape != shape:
+        raise ValueError(f"emulate: residual must have the result's shape {shape}, got {tuple(residual.shape)}")
+    if residual.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"emulate: residual must be float16, bfloat16 or float32, got {residual.dtype}")

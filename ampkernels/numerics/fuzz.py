@@ -2,7 +2,8 @@
 
     python -m ampkernels.numerics.fuzz --cases 10000 --device cuda
 
-Each case draws an op, dtype, policy, shape, activation, bias, output dtype and data, and computes y, dx, dw and db.
+Each case draws an op, dtype, policy, shape, activation, bias, residual, output dtype and data, and computes y, dx, dw and
+db.
 Compared with them, bit by bit:
 
 - run: the same call once more (y, dx, dw, db);
@@ -23,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,10 +53,13 @@ class Case:
     w: Tensor
     bias: Tensor | None
     dy: Tensor
+    residual: Tensor | None = None
 
     def __str__(self) -> str:
         m, n, k = self.shape
         bias = "no bias" if self.bias is None else f"bias {self.bias.dtype}"
+        if self.residual is not None:
+            bias += f" residual {self.residual.dtype}"
         return f"{self.op} {self.dtype} {self.policy} m{m} n{n} k{k} {self.activation} {bias} -> {self.out_dtype}"
 
     def run(
@@ -62,16 +67,14 @@ class Case:
     ) -> Outputs:
         x, w = (place(t.to(device)).requires_grad_() for t in (self.x[rows], self.w))
         bias = None if self.bias is None else self.bias.to(device).requires_grad_()
-        return forward_and_backward(
-            self.op,
-            x,
-            w,
-            bias,
-            self.dy[rows],
-            activation=self.activation,
-            accumulate=self.policy,
-            out_dtype=self.out_dtype,
-        )
+        options: dict[str, Any] = {
+            "activation": self.activation,
+            "accumulate": self.policy,
+            "out_dtype": self.out_dtype,
+        }
+        if self.residual is not None:
+            options["residual"] = place(self.residual.to(device)[rows])
+        return forward_and_backward(self.op, x, w, bias, self.dy[rows], **options)
 
 
 def one_element_off(t: Tensor) -> Tensor:
@@ -105,6 +108,8 @@ def draw(choose: random.Random) -> Case:
     kind = choose.choice(("normal", "normal", "uniform", "wide" if dtype == torch.bfloat16 else "normal"))
     features, seed = (2 * n if op == "gated_linear" else n), choose.randrange(2**31)
     bias_dtype = choose.choice((None, torch.float32, dtype))
+    # By the data's seed: the other draws are those of earlier versions, whose cases had no residual.
+    residual_dtype = None if op == "gated_linear" else random.Random(seed).choice((None, None, torch.float32, dtype))
     return Case(
         op,
         dtype,
@@ -116,6 +121,7 @@ def draw(choose: random.Random) -> Case:
         generate(kind, (features, k), dtype, seed + 1),
         None if bias_dtype is None else generate("normal", (features,), bias_dtype, seed + 2),
         generate("normal", (m, n), dtype, seed + 3),
+        None if residual_dtype is None else generate("normal", (m, n), residual_dtype, seed + 4),
     )
 
 

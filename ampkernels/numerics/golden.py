@@ -84,6 +84,7 @@ def _linear(
     activation: str | None,
     bias_dtype: torch.dtype | None,
     out_dtype: torch.dtype,
+    residual_dtype: torch.dtype | None = None,
 ) -> Case:
     m, n, k = shape
     features = 2 * n if op == "gated_linear" else n
@@ -98,11 +99,15 @@ def _linear(
         )
         x, w = (t.to(device).requires_grad_() for t in (x, w))
         b = None if bias_dtype is None else generate("normal", (features,), bias_dtype, 3).to(device).requires_grad_()
-        return forward_and_backward(op, x, w, b, dy, activation=activation, accumulate=policy, out_dtype=out_dtype)
+        options: dict[str, Any] = {"activation": activation, "accumulate": policy, "out_dtype": out_dtype}
+        if residual_dtype is not None:
+            options["residual"] = generate("normal", (m, n), residual_dtype, 4).to(device)
+        return forward_and_backward(op, x, w, b, dy, **options)
 
     name = (
         f"{op} {_name(dtype)} {policy} m{m} n{n} k{k} {kind} {activation or 'none'} "
-        f"bias {'none' if bias_dtype is None else _name(bias_dtype)} -> {_name(out_dtype)}"
+        f"bias {'none' if bias_dtype is None else _name(bias_dtype)} "
+        f"{'' if residual_dtype is None else f'residual {_name(residual_dtype)} '}-> {_name(out_dtype)}"
     )
     return Case(name, run, frozenset({"y", "dx", "dw"}))
 
@@ -122,6 +127,14 @@ def _linears() -> Iterator[Case]:
             yield _linear("gated_linear", dtype, policy, shape, "normal", next(gates), next(biases), dtype)
         for policy in _policies(dtype):
             yield _linear("linear", dtype, policy, (33, 50, 1000), "special", "gelu", torch.float32, dtype)
+
+
+def _residuals() -> Iterator[Case]:
+    shapes = itertools.cycle(SHAPES[1:])
+    for dtype in (torch.bfloat16, torch.float16):
+        for policy, activation, wide in itertools.product(_policies(dtype), (None, "gelu"), (False, True)):
+            residual = torch.float32 if wide else dtype
+            yield _linear("linear", dtype, policy, next(shapes), "normal", activation, dtype, residual, residual)
 
 
 def _sweep(activation: str, dtype: torch.dtype) -> Case:
@@ -175,6 +188,7 @@ def _rows(op: str, dtype: torch.dtype, shape: tuple[int, int]) -> Case:
 
 def cases() -> Iterator[Case]:
     yield from _linears()
+    yield from _residuals()
     for dtype in (torch.bfloat16, torch.float16):
         for activation in ACTIVATIONS:
             if activation is not None:

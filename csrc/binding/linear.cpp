@@ -99,17 +99,18 @@ void run_act_bwd(ActBwdParams& p, const Tensor& on) {
                                 [&](int64_t begin, int64_t end) { cpu::act_bwd_columns(p, begin, end); });
 }
 
-// output = act(x + bias), x + bias kept in `pre` where given.
-void activate(const Tensor& x, const OptTensor& bias, Activation activation, bool gated, const Tensor& output,
-              const Tensor* pre) {
+// output = act(x + bias) + residual, x + bias kept in `pre` where given.
+void activate(const Tensor& x, const OptTensor& bias, const OptTensor& residual, Activation activation, bool gated,
+              const Tensor& output, const Tensor* pre) {
   ActFwdParams p;
-  Holder holder;
+  Holder holder, residual_holder;
   p.rows = output.size(0);
   p.cols = output.size(1);
   p.gated = gated;
   p.activation = activation;
   p.x = rows_in(x, 1, 2, holder, "linear");
   if (bias) p.bias = vector_in(*bias, "linear");
+  if (residual) p.residual = rows_in(*residual, 1, 2, residual_holder, "linear");
   p.y = rows_out(output, 1, 2, "linear");
   if (pre) p.pre = rows_out(*pre, 1, 2, "linear");
   run_act_fwd(p, output);
@@ -133,12 +134,20 @@ void library_mm(const Tensor& a, const Tensor& b, const Tensor& out) {
   (void)torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// oneDNN's linear with a fused activation. Outside the stable promise, so it is found by name; null: not in this torch.
+// oneDNN's linear with a fused activation, or a fused sum with a second matrix. Outside the stable promise, so they are
+// found by name; null: not in this torch.
 using LinearPointwise = AOTITorchError (*)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, const char*,
                                            const double**, int64_t, const char**, AtenTensorHandle*);
 LinearPointwise onednn_linear() {
   static const auto function =
       reinterpret_cast<LinearPointwise>(dlsym(RTLD_DEFAULT, "aoti_torch_cpu__linear_pointwise"));
+  return function;
+}
+using LinearBinary = AOTITorchError (*)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*,
+                                        const char*, AtenTensorHandle*);
+LinearBinary onednn_linear_binary() {
+  static const auto function =
+      reinterpret_cast<LinearBinary>(dlsym(RTLD_DEFAULT, "aoti_torch_cpu__linear_pointwise_binary"));
   return function;
 }
 
@@ -179,14 +188,21 @@ std::optional<OnednnActivation> onednn_activation(Activation a) {
   }
 }
 
-// act(input @ weight^T + bias) in input's dtype, rounded once from fp32.
-Tensor onednn(const Tensor& input, const Tensor& weight, const OptTensor& bias, OnednnActivation act) {
+// act(input @ weight^T + bias), or, with a residual of input's dtype, input @ weight^T + bias + residual; in input's
+// dtype, rounded once from fp32.
+Tensor onednn(const Tensor& input, const Tensor& weight, const OptTensor& bias, OnednnActivation act,
+              const OptTensor& residual = std::nullopt) {
   OptTensor held = bias;
   // oneDNN adds a bias of the input's dtype or of fp32 in fp32.
   if (bias && bias->scalar_type() != input.scalar_type() && bias->scalar_type() != ScalarType::Float)
     held = torch::stable::to(*bias, ScalarType::Float);
   if (held && !held->is_contiguous()) held = torch::stable::contiguous(*held);
   AtenTensorHandle bias_handle = held ? held->get() : nullptr, result = nullptr;
+  if (residual) {
+    STABLE_TORCH_ERROR_CODE_CHECK(onednn_linear_binary()(input.get(), residual->get(), weight.get(),
+                                                         held ? &bias_handle : nullptr, "add", &result));
+    return Tensor(result);
+  }
   STABLE_TORCH_ERROR_CODE_CHECK(onednn_linear()(input.get(), weight.get(), held ? &bias_handle : nullptr, act.attr,
                                                 nullptr, 0, &act.algorithm, &result));
   return Tensor(result);
@@ -196,30 +212,35 @@ struct LinearResult {
   Tensor output, pre;
 };
 
-LinearResult linear_by_library(const Tensor& input, const Tensor& weight, const OptTensor& bias, Activation activation,
-                               bool gated, ScalarType out_dtype, bool save_pre) {
+LinearResult linear_by_library(const Tensor& input, const Tensor& weight, const OptTensor& bias,
+                               const OptTensor& residual, Activation activation, bool gated, ScalarType out_dtype,
+                               bool save_pre) {
   const ScalarType dtype = input.scalar_type();
   const int64_t m = input.size(0), n = weight.size(0);
-  // Another output dtype than the operands', or one that the CPU's library has no kernels for: the operands are widened
-  // (exact), so that nothing is rounded on the way.
-  if (is_16bit(dtype) && (out_dtype != dtype || (input.is_cpu() && onednn_linear() && !onednn_takes(dtype)))) {
+  const bool by_onednn = input.is_cpu() && onednn_takes(dtype) && m > 0 && n > 0 && input.size(1) > 0;
+  if (by_onednn && residual && onednn_linear_binary() && activation == Activation::kNone && out_dtype == dtype &&
+      residual->scalar_type() == dtype)
+    return {onednn(input, weight, bias, {"none", ""}, torch::stable::contiguous(*residual)), Tensor()};
+  // Another output dtype than the operands', a residual still to be added, or a dtype that the CPU's library has no
+  // kernels for: the operands are widened (exact), so that nothing is rounded on the way.
+  if (is_16bit(dtype) &&
+      (out_dtype != dtype || residual || (input.is_cpu() && onednn_linear() && !onednn_takes(dtype)))) {
     auto r =
         linear_by_library(torch::stable::to(input, ScalarType::Float), torch::stable::to(weight, ScalarType::Float),
-                          bias, activation, gated, out_dtype, save_pre);
+                          bias, residual, activation, gated, out_dtype, save_pre);
     if (save_pre) r.pre = torch::stable::to(r.pre, dtype);
     return r;
   }
-  const bool by_onednn = input.is_cpu() && onednn_takes(dtype) && m > 0 && n > 0 && input.size(1) > 0;
-  if (by_onednn && !save_pre && !gated && out_dtype == dtype)
+  if (by_onednn && !save_pre && !gated && !residual && out_dtype == dtype)
     if (const auto act = onednn_activation(activation)) return {onednn(input, weight, bias, *act), Tensor()};
 
   Tensor product = by_onednn ? onednn(input, weight, bias, {"none", ""}) : empty_contiguous(input, dtype, {m, n});
   if (!by_onednn) library_mm(input, transposed(weight), product);
   const OptTensor bias_left = by_onednn ? std::nullopt : bias;  // what act_fwd still has to add
-  if (activation == Activation::kNone && !gated && !bias_left && out_dtype == dtype && !save_pre)
+  if (activation == Activation::kNone && !gated && !bias_left && !residual && out_dtype == dtype && !save_pre)
     return {product, Tensor()};
   Tensor output = empty_contiguous(input, out_dtype, {m, gated ? n / 2 : n});
-  activate(product, bias_left, activation, gated, output, save_pre && bias_left ? &product : nullptr);
+  activate(product, bias_left, residual, activation, gated, output, save_pre && bias_left ? &product : nullptr);
   return {output, save_pre ? product : Tensor()};
 }
 
@@ -270,6 +291,20 @@ GemmParams gemm_params(int64_t m, int64_t n, int64_t k, ScalarType dtype, Scalar
   return p;
 }
 
+// Rows with a unit stride; widened (exact) if it has neither fp32 nor the operands' dtype. An fp64 one belongs to fp64
+// operands alone, which are a library's.
+void set_residual(GemmParams& p, const Tensor& residual, ScalarType dtype, Holder& holder) {
+  const ScalarType own = residual.scalar_type();
+  if (own != dtype && own != ScalarType::Float) holder = torch::stable::to(residual, ScalarType::Float);
+  if (holder ? holder->stride(1) != 1 : residual.stride(1) != 1)
+    holder = torch::stable::contiguous(holder ? *holder : residual);
+  const Tensor& rows = holder ? *holder : residual;
+  p.kind = EpilogueKind::kResidual;
+  p.residual = rows.const_data_ptr();
+  p.residual_dtype = dtype_of_tensor(rows, "linear");
+  p.ldresidual = rows.stride(0);
+}
+
 void set_output(GemmParams& p, const Tensor& d) {
   p.d = d.mutable_data_ptr();
   p.d_dtype = dtype_of_tensor(d, "linear");
@@ -291,13 +326,15 @@ bool by_gemm(const Tensor& a, ScalarType acc, int64_t chunk, int64_t m, int64_t 
 // --------------------------------------------------------------------------------------------------------------
 // forward
 
-std::tuple<Tensor, Tensor> forward(const Tensor& input, const Tensor& weight, const OptTensor& bias, int64_t activation,
-                                   bool gated, ScalarType acc, int64_t chunk, ScalarType out_dtype, bool save_pre) {
+std::tuple<Tensor, Tensor> forward(const Tensor& input, const Tensor& weight, const OptTensor& bias,
+                                   const OptTensor& residual, int64_t activation, bool gated, ScalarType acc,
+                                   int64_t chunk, ScalarType out_dtype, bool save_pre) {
   const int64_t m = input.size(0), n = weight.size(0), k = input.size(1);
   if (by_gemm(input, acc, chunk, m, n, k)) {
     const ScalarType dtype = input.scalar_type();
     if (out_dtype == ScalarType::Double) {  // the accumulators are fp32: fp64 holds the same numbers
-      auto [output, pre] = forward(input, weight, bias, activation, gated, acc, chunk, ScalarType::Float, save_pre);
+      auto [output, pre] =
+          forward(input, weight, bias, residual, activation, gated, acc, chunk, ScalarType::Float, save_pre);
       return {torch::stable::to(output, ScalarType::Double), pre};
     }
     Tensor output = empty_contiguous(input, out_dtype, {m, gated ? n / 2 : n});
@@ -309,6 +346,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor& input, const Tensor& weight, co
     p.kind = gated ? EpilogueKind::kGated : EpilogueKind::kLinear;
     p.activation = Activation(activation);
     if (bias) p.bias = vector_in(*bias, "linear");
+    Holder residual_holder;
+    if (residual) set_residual(p, *residual, dtype, residual_holder);
     set_output(p, output);
     if (save_pre) {
       p.pre = pre.mutable_data_ptr();
@@ -317,20 +356,24 @@ std::tuple<Tensor, Tensor> forward(const Tensor& input, const Tensor& weight, co
     run_gemm(p, input, gated ? "gated_linear" : "linear");
     return {output, pre};
   }
-  auto r = linear_by_library(input, weight, bias, Activation(activation), gated, out_dtype, save_pre);
+  auto r = linear_by_library(input, weight, bias, residual, Activation(activation), gated, out_dtype, save_pre);
   return {std::move(r.output), std::move(r.pre)};
 }
 
-std::tuple<Tensor, Tensor> linear_fwd(const Tensor& input, const Tensor& weight, OptTensor bias, int64_t activation,
-                                      ScalarType acc, int64_t chunk, ScalarType out_dtype, bool save_pre) {
-  auto [output, pre] = forward(matrix(input), weight, bias, activation, false, acc, chunk, out_dtype, save_pre);
+std::tuple<Tensor, Tensor> linear_fwd(const Tensor& input, const Tensor& weight, OptTensor bias, OptTensor residual,
+                                      int64_t activation, ScalarType acc, int64_t chunk, ScalarType out_dtype,
+                                      bool save_pre) {
+  if (residual) residual = matrix(*residual);
+  auto [output, pre] =
+      forward(matrix(input), weight, bias, residual, activation, false, acc, chunk, out_dtype, save_pre);
   return {unmatrix(output, input), pre};
 }
 
 std::tuple<Tensor, Tensor> gated_linear_fwd(const Tensor& input, const Tensor& weight, OptTensor bias,
                                             int64_t activation, ScalarType acc, int64_t chunk, ScalarType out_dtype,
                                             bool save_pre) {
-  auto [output, pre] = forward(matrix(input), weight, bias, activation, true, acc, chunk, out_dtype, save_pre);
+  auto [output, pre] =
+      forward(matrix(input), weight, bias, std::nullopt, activation, true, acc, chunk, out_dtype, save_pre);
   return {unmatrix(output, input), pre};
 }
 
@@ -417,8 +460,8 @@ std::tuple<Tensor, Tensor> dgrad(const Tensor& dpre, const Tensor& weight, const
   if (saved) {
     if (want_act) {
       act_out = empty_contiguous(dpre, dtype, {m, n});
-      activate(*saved, std::nullopt, saved_is_output ? Activation::kNone : Activation(activation), false, act_out,
-               nullptr);
+      activate(*saved, std::nullopt, std::nullopt, saved_is_output ? Activation::kNone : Activation(activation), false,
+               act_out, nullptr);
     }
     dinput =
         std::get<0>(act_bwd(dinput, saved, Activation(activation), false, saved_is_output, out_dtype, std::nullopt));
@@ -434,8 +477,13 @@ void run_wgrad(const Tensor& a, const Tensor& b, const Tensor& out, ScalarType a
   GemmParams p = gemm_params(a.size(1), b.size(1), a.size(0), a.scalar_type(), acc, chunk);
   p.a = gemm_operand(a, 1, a_holder);
   p.b = gemm_operand(b, 1, b_holder);
-  p.beta = add;
   set_output(p, out);
+  if (add) {
+    p.kind = EpilogueKind::kResidual;
+    p.residual = p.d;
+    p.residual_dtype = p.d_dtype;
+    p.ldresidual = p.ldd;
+  }
   run_gemm(p, a, "linear backward");
 }
 
@@ -505,8 +553,8 @@ void linear_wgrad_add(Tensor grad, const Tensor& dpre_rows, const Tensor& input_
 }
 
 // The bits of `arch` (80, 90) on the CPU, under any policy.
-Tensor emulate_linear(const Tensor& input, const Tensor& weight, OptTensor bias, int64_t activation, bool gated,
-                      ScalarType acc, int64_t chunk, ScalarType out_dtype, int64_t arch) {
+Tensor emulate_linear(const Tensor& input, const Tensor& weight, OptTensor bias, OptTensor residual, int64_t activation,
+                      bool gated, ScalarType acc, int64_t chunk, ScalarType out_dtype, int64_t arch) {
   const int64_t m = input.size(0), n = weight.size(0), k = input.size(1);
   Tensor output = empty_contiguous(input, out_dtype, {m, gated ? n / 2 : n});
   if (m == 0 || n == 0) return output;
@@ -517,6 +565,8 @@ Tensor emulate_linear(const Tensor& input, const Tensor& weight, OptTensor bias,
   p.kind = gated ? EpilogueKind::kGated : EpilogueKind::kLinear;
   p.activation = Activation(activation);
   if (bias) p.bias = vector_in(*bias, "emulate_linear");
+  Holder residual_holder;
+  if (residual) set_residual(p, *residual, input.scalar_type(), residual_holder);
   set_output(p, output);
   emulate(p, int(arch));
   return output;

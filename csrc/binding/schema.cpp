@@ -10,10 +10,10 @@
 #include "torch_api.h"
 
 STABLE_TORCH_LIBRARY(ampkernels, m) {
-  // input (…, K), weight (N, K), bias (N,) -> output (…, N), pre (M, N)
+  // input (…, K), weight (N, K), bias (N,), residual (…, N) -> output (…, N), pre (M, N)
   m.def(
-      "linear_fwd(Tensor input, Tensor weight, Tensor? bias, int activation, ScalarType acc, int chunk, "
-      "ScalarType out_dtype, bool save_pre) -> (Tensor output, Tensor pre)");
+      "linear_fwd(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, int activation, ScalarType acc, int "
+      "chunk, ScalarType out_dtype, bool save_pre) -> (Tensor output, Tensor pre)");
   // weight (2F, K): rows [0, F) gate, [F, 2F) up -> output (…, F), pre (M, 2F)
   m.def(
       "gated_linear_fwd(Tensor input, Tensor weight, Tensor? bias, int activation, ScalarType acc, int chunk, "
@@ -44,9 +44,8 @@ STABLE_TORCH_LIBRARY(ampkernels, m) {
 
   // CPU only: linear_fwd or gated_linear_fwd with the bits of the tensor cores of `arch` (80, 90)
   m.def(
-      "emulate_linear(Tensor input, Tensor weight, Tensor? bias, int activation, bool gated, ScalarType acc, int "
-      "chunk, "
-      "ScalarType out_dtype, int arch) -> Tensor output");
+      "emulate_linear(Tensor input, Tensor weight, Tensor? bias, Tensor? residual, int activation, bool gated, "
+      "ScalarType acc, int chunk, ScalarType out_dtype, int arch) -> Tensor output");
 
   m.def(
       "softmax_fwd(Tensor input, int dim, float scale, Tensor? mask, bool causal, bool log, ScalarType out_dtype) -> "

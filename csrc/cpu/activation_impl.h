@@ -50,6 +50,7 @@ void act_fwd_typed(const ActFwdParams& p, int64_t begin, int64_t end) {
   using C = compute_t<T>;
   const int64_t x_cols = p.gated ? 2 * p.cols : p.cols;
   RowReader<T> x_rows(p.x, x_cols, begin, end);
+  RowReader<T> residual_rows(p.residual, p.cols, begin, end);
   RowWriter<T> y_rows(p.y, p.cols, begin, end);
   RowWriter<T> pre_rows(p.pre, x_cols, begin, end);
   VectorIn up_part = p.bias;
@@ -60,20 +61,27 @@ void act_fwd_typed(const ActFwdParams& p, int64_t begin, int64_t end) {
   const C* bias = load_vector<T>(bias_scratch, p.bias, p.cols, 0, -0.0);  // x + -0 is x, zeros' signs too
   const C* up_bias = p.gated ? load_vector<T>(up_bias_scratch, up_part, p.cols, 0, -0.0) : nullptr;
   StepBuffer<C> gate, up;
+  const bool adds = p.residual.data != nullptr;
+  const Result result = result_of(adds ? DType::kFloat32 : p.y.dtype);  // a sum may cancel it
 
   for (int64_t row = begin; row < end; ++row) {
     const T* x = x_rows.row();
+    const T* residual = residual_rows.row();
     T* y = y_rows.row();
     T* pre = p.pre.data != nullptr ? pre_rows.row() : nullptr;
     for (int64_t c = 0; c < p.cols; c += kStep) {
       const int64_t n = p.cols - c < kStep ? p.cols - c : kStep;
       add_bias(gate.values, x + c, bias + c, pre != nullptr ? pre + c : nullptr, n);
-      apply_activation(p.activation, result_of(p.y.dtype), gate.values, whole_steps(n));
+      apply_activation(p.activation, result, gate.values, whole_steps(n));
       if (p.gated) {
         const int64_t u = p.cols + c;
         add_bias(up.values, x + u, up_bias + c, pre != nullptr ? pre + u : nullptr, n);
         for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
           store(y + c + i, load_buffer(gate.values + i) * load_buffer(up.values + i), step);
+        });
+      } else if (adds) {
+        for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA {
+          store(y + c + i, load<C>(residual + c + i, step) + load_buffer(gate.values + i), step);
         });
       } else {
         for_steps<T>(n, [&](int64_t i, auto step) AK_LAMBDA { store(y + c + i, load_buffer(gate.values + i), step); });
@@ -86,7 +94,8 @@ void act_fwd_typed(const ActFwdParams& p, int64_t begin, int64_t end) {
 
 void act_fwd_rows(const ActFwdParams& p, int64_t begin, int64_t end) {
   const DType dtype = p.x.dtype;
-  const bool uniform = p.y.dtype == dtype && (p.pre.data == nullptr || p.pre.dtype == dtype);
+  const bool uniform = p.y.dtype == dtype && (p.pre.data == nullptr || p.pre.dtype == dtype) &&
+                       (p.residual.data == nullptr || p.residual.dtype == dtype);
   with_row_type(dtype == DType::kFloat64, dtype, uniform, [&]<typename T>() { act_fwd_typed<T>(p, begin, end); });
 }
 

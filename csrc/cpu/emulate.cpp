@@ -379,10 +379,12 @@ void epilogue(const GemmParams& p, int64_t row, const float* bias, float* sums, 
   }
   float* result = sums;
   if (p.activation != Activation::kNone) {
-    apply_activation(p.activation, result_of(p.d_dtype), sums, scratch, n);
+    apply_activation(p.activation, result_of(activation_dtype(p)), sums, scratch, n);
     result = scratch;
   }
-  if (p.beta) add(static_cast<const float*>(p.d) + row * p.ldd, result, n);
+  if (p.kind == EpilogueKind::kResidual)
+    for (int64_t i = 0; i < n; ++i)
+      result[i] = load_as<float>(p.residual, p.residual_dtype, row * p.ldresidual + i) + result[i];
   store(result, p.d, p.d_dtype, row * p.ldd, n);
 }
 

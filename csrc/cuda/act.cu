@@ -130,20 +130,23 @@ __global__ void __launch_bounds__(kThreads, 2)
     load_n(p.bias.data, p.bias.dtype, b.col * p.bias.stride, p.bias.stride, b.valid, bias);
     if (kGated) load_n(p.bias.data, p.bias.dtype, (p.cols + b.col) * p.bias.stride, p.bias.stride, b.valid, bias_up);
   }
+  const bool residual = !kGated && p.residual.data != nullptr;
+  const Result result = result_of(residual ? DType::kFloat32 : p.y.dtype);  // a sum may cancel it
 #pragma unroll 1
   for (int64_t row0 = b.row; row0 < b.row_end; row0 += kRows * b.row_step) {
-    typename A::Raw raw[kRows], raw_up[kRows];
+    typename A::Raw raw[kRows], raw_up[kRows];  // without a gate: of the residual
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int64_t row = min(row0 + i * b.row_step, b.row_end - 1);  // past the end: loaded, not stored
       raw[i] = A::load(p.x, row, b.col, b.valid);
       if (kGated) raw_up[i] = A::load(p.x, row, p.cols + b.col, b.valid);
+      if (residual) raw_up[i] = A::load(p.residual, row, b.col, b.valid);
     }
     C x[kRows][V], up[kRows][V];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       A::unpack(raw[i], x[i]);
-      if (kGated) A::unpack(raw_up[i], up[i]);
+      if (kGated || residual) A::unpack(raw_up[i], up[i]);
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -159,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         if (kGated) A::store(p.pre, row, p.cols + b.col, b.valid, up[i]);
       }
     }
-    with_activation(p.activation, result_of(p.y.dtype), [&]<Activation kAct, Result kResult>() {
+    with_activation(p.activation, result, [&]<Activation kAct, Result kResult>() {
 #pragma unroll
       for (int i = 0; i < kRows; ++i)
 #pragma unroll
@@ -172,6 +175,10 @@ __global__ void __launch_bounds__(kThreads, 2)
       if (kGated) {
 #pragma unroll
         for (int j = 0; j < V; ++j) x[i][j] = x[i][j] * up[i][j];
+      }
+      if (residual) {
+#pragma unroll
+        for (int j = 0; j < V; ++j) x[i][j] = up[i][j] + x[i][j];
       }
       A::store(p.y, row, b.col, b.valid, x[i]);
     }
@@ -387,7 +394,7 @@ Status act_fwd(const ActFwdParams& p, cudaStream_t stream) {
   };
   const DType dtype = p.x.dtype;
   const bool packets = is_packed(p.x, dtype, p.rows, p.cols) && is_packed(p.y, dtype, p.rows, p.cols) &&
-                       is_packed(p.pre, dtype, p.rows, p.cols);
+                       is_packed(p.pre, dtype, p.rows, p.cols) && is_packed(p.residual, dtype, p.rows, p.cols);
   if (packets && dtype == DType::kBFloat16)
     launch.template operator()<Access<bfloat16_t>>();
   else if (packets && dtype == DType::kFloat16)

@@ -28,9 +28,9 @@ __device__ __forceinline__ void load_bias(const VectorIn& bias, int64_t col, int
   if (bias.data != nullptr) load_n(bias.data, bias.dtype, col * bias.stride, bias.stride, valid, v);
 }
 
-// What the epilogue reads of memory beside the bias: the saved tensor of kActGrad, or the old d where beta is set.
+// What the epilogue reads of memory beside the bias: the saved tensor of kActGrad, the residual of kResidual.
 __device__ __forceinline__ bool epilogue_has_input(const GemmParams& p) {
-  return p.kind == EpilogueKind::kActGrad || p.beta;
+  return p.kind == EpilogueKind::kActGrad || p.kind == EpilogueKind::kResidual;
 }
 template <typename T>
 __device__ __forceinline__ void load_epilogue_input(const GemmParams& p, int64_t row, int64_t col, int valid,
@@ -38,7 +38,7 @@ __device__ __forceinline__ void load_epilogue_input(const GemmParams& p, int64_t
   if (p.kind == EpilogueKind::kActGrad)
     load_n(static_cast<const T*>(p.saved) + row * p.ldsaved + col, 1, valid, v);
   else
-    load_n(static_cast<const float*>(p.d) + row * p.ldd + col, 1, valid, v);
+    load_n(p.residual, p.residual_dtype, row * p.ldresidual + col, 1, valid, v);
 }
 
 // The same for kLoads rows, row_step apart, into out[l * out_step]. All loads are in flight before the first is used:
@@ -72,13 +72,14 @@ template <typename T, typename Acc, typename Input>
 __device__ __forceinline__ void apply_epilogue(const GemmParams& p, const QuadRows& r, const float (&bias)[kQuad],
                                                const float (&bias_up)[kQuad], Acc&& acc, Input&& input) {
   const bool gated = p.kind == EpilogueKind::kGated, act_grad = p.kind == EpilogueKind::kActGrad;
+  const bool residual = p.kind == EpilogueKind::kResidual;
   int i = 0;
 #pragma unroll 1
   for (int64_t row = r.row; row < r.row_end; row += r.row_step, ++i) {
     float v[kQuad], w[kQuad];  // w: up of a gated pair, or what the epilogue reads
     acc(i, 0, v);
     if (gated) acc(i, 1, w);
-    if (act_grad || p.beta) input(i, w);
+    if (act_grad || residual) input(i, w);
     if (!act_grad) {
 #pragma unroll
       for (int j = 0; j < kQuad; ++j) v[j] = v[j] + bias[j];
@@ -94,23 +95,24 @@ __device__ __forceinline__ void apply_epilogue(const GemmParams& p, const QuadRo
     }
     // saved_is_output needs no branch: it is relu's alone, and relu' and relu are the same of relu(x) as of x.
     // kActGrad's saved tensor and act_out are T's, 16 bits wide.
-    with_activation(p.activation, act_grad ? Result::k16Bit : result_of(p.d_dtype), [&]<Activation A, Result R>() {
-      if (act_grad) {
+    with_activation(p.activation, act_grad ? Result::k16Bit : result_of(activation_dtype(p)),
+                    [&]<Activation A, Result R>() {
+                      if (act_grad) {
 #pragma unroll
-        for (int j = 0; j < kQuad; ++j) {
-          v[j] = v[j] * activation_grad<A, R>(w[j]);
-          if (p.act_out != nullptr) w[j] = activation<A, R>(w[j]);
-        }
-      } else {
+                        for (int j = 0; j < kQuad; ++j) {
+                          v[j] = v[j] * activation_grad<A, R>(w[j]);
+                          if (p.act_out != nullptr) w[j] = activation<A, R>(w[j]);
+                        }
+                      } else {
 #pragma unroll
-        for (int j = 0; j < kQuad; ++j) v[j] = activation<A, R>(v[j]);
-      }
-    });
+                        for (int j = 0; j < kQuad; ++j) v[j] = activation<A, R>(v[j]);
+                      }
+                    });
     if (gated) {
 #pragma unroll
       for (int j = 0; j < kQuad; ++j) v[j] = v[j] * w[j];
     }
-    if (p.beta) {
+    if (residual) {
 #pragma unroll
       for (int j = 0; j < kQuad; ++j) v[j] = w[j] + v[j];
     }

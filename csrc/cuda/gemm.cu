@@ -56,8 +56,9 @@ const char* invalid(const GemmParams& p) {
   if (p.d_dtype != DType::kFloat32 && p.d_dtype != DType::kFloat16 && p.d_dtype != DType::kBFloat16)
     return "gemm: the output must be float32, float16 or bfloat16";
   if (p.kind == EpilogueKind::kGated && p.n % 2 != 0) return "gemm: a gated B must have an even number of rows";
-  if (p.beta && (p.d_dtype != DType::kFloat32 || p.kind != EpilogueKind::kLinear || p.activation != Activation::kNone))
-    return "gemm: beta needs a float32 output without activation";
+  if (p.kind == EpilogueKind::kResidual &&
+      (p.residual == nullptr || (p.residual_dtype != p.dtype && p.residual_dtype != DType::kFloat32)))
+    return "gemm: a residual must be given, in the dtype of A and B or in float32";
   if (p.kind == EpilogueKind::kActGrad && p.saved == nullptr)
     return "gemm: an activation gradient needs the saved tensor";
   if (p.saved_is_output && p.activation != Activation::kRelu && p.activation != Activation::kNone)

@@ -425,8 +425,11 @@ __global__ void __launch_bounds__(Config::THREADS, Config::CTAS)
       float* out = aux + lane_row * STRIDE + column;
       if (p.kind == EpilogueKind::kActGrad)
         load_input_rows<T, kLoads>(static_cast<const T*>(p.saved), p.ldsaved, r, out, rows_per_pass * STRIDE);
+      else if (p.residual_dtype == DType::kFloat32)
+        load_input_rows<float, kLoads>(static_cast<const float*>(p.residual), p.ldresidual, r, out,
+                                       rows_per_pass * STRIDE);
       else
-        load_input_rows<float, kLoads>(static_cast<const float*>(p.d), p.ldd, r, out, rows_per_pass * STRIDE);
+        load_input_rows<T, kLoads>(static_cast<const T*>(p.residual), p.ldresidual, r, out, rows_per_pass * STRIDE);
     }
 #pragma unroll
     for (int f = 0; f < MF; ++f)  // registers have no index: pick fragment row i by a uniform branch

@@ -18,12 +18,16 @@ bool operand_map(MapCache& cache, const GemmOperand& o, int64_t outer, int64_t k
   return cache.get(key, map);
 }
 
+// A TMA store ends at a multiple of 16 bytes, not at the last column: what lies behind it there would be overwritten
+// (the first columns of `up` behind `gate`, where F is an odd multiple of 4).
+bool tma_can_store(const void* data, int64_t ld, int64_t rows, int64_t cols) {
+  return cols % 8 == 0 && tma_can_address(data, ld, rows, cols);
+}
+
 bool output(MapCache& cache, void* data, int64_t ld, int64_t rows, int64_t cols, int panel, bool half, Out90* out) {
   out->data = data;
   out->ld = ld;
-  // A TMA store ends at a multiple of 16 bytes, not at the last column: what lies behind it there would be overwritten
-  // (the first columns of `up` behind `gate`, where F is an odd multiple of 4).
-  out->tma = data != nullptr && cols % 8 == 0 && tma_can_address(data, ld, rows, cols);
+  out->tma = data != nullptr && tma_can_store(data, ld, rows, cols);
   return !out->tma || cache.get(MapKey{data, cols, rows, ld, panel, 64, half, panel == 32}, &out->map);
 }
 
@@ -44,12 +48,23 @@ Problem classify(const GemmParams& p) {
   return q;
 }
 
-Kernel90 find(const GemmParams& p, const Problem& q, TileSm90 tile) {
+// The instances with a residual read and write by TMA alone, in forward's order of operands; kLinear's take it
+// anywhere.
+EpilogueKind instance_kind(const GemmParams& p, const Problem& q, int splits) {
+  if (p.kind != EpilogueKind::kResidual) return p.kind;
+  const bool all_tma = p.residual_dtype == p.dtype && p.d_dtype == p.dtype &&
+                       tma_can_address(p.residual, p.ldresidual, p.m, p.n) && tma_can_store(p.d, p.ldd, p.m, p.n) &&
+                       (p.pre == nullptr || tma_can_store(p.pre, p.ldpre, p.m, p.n));
+  return all_tma && splits == 1 && q.a == Major::kK && q.b == Major::kK ? EpilogueKind::kResidual
+                                                                        : EpilogueKind::kLinear;
+}
+
+Kernel90 find(const GemmParams& p, const Problem& q, EpilogueKind kind, TileSm90 tile) {
   const bool bf16 = p.dtype == DType::kBFloat16, mn_a = q.a == Major::kMn, mn_b = q.b == Major::kMn;
-  if (q.chain == Chain::kFp16) return bf16 ? Kernel90{} : find_fp16_half(mn_a, mn_b, p.kind, tile);
-  if (q.chain == Chain::kFp32Chunked) return (bf16 ? find_bf16_chunked : find_fp16_chunked)(mn_a, mn_b, p.kind, tile);
-  if (p.kind == EpilogueKind::kLinear) return (bf16 ? find_bf16_linear : find_fp16_linear)(mn_a, mn_b, tile);
-  return (bf16 ? find_bf16_fused : find_fp16_fused)(mn_a, mn_b, p.kind, tile);
+  if (q.chain == Chain::kFp16) return bf16 ? Kernel90{} : find_fp16_half(mn_a, mn_b, kind, tile);
+  if (q.chain == Chain::kFp32Chunked) return (bf16 ? find_bf16_chunked : find_fp16_chunked)(mn_a, mn_b, kind, tile);
+  if (kind == EpilogueKind::kLinear) return (bf16 ? find_bf16_linear : find_fp16_linear)(mn_a, mn_b, tile);
+  return (bf16 ? find_bf16_fused : find_fp16_fused)(mn_a, mn_b, kind, tile);
 }
 
 cudaError_t configure(const Kernel90& kernel, int device) {
@@ -82,11 +97,10 @@ bool gemm_sm90_supports(const GemmParams& p) {
   if (p.accumulate.dtype == DType::kFloat16 && p.dtype != DType::kFloat16) return false;
   if (p.accumulate.chunk % 64 != 0 && p.accumulate.chunk < p.k) return false;
   if (p.d_dtype != p.dtype && p.d_dtype != DType::kFloat32) return false;
-  if (p.beta && (p.d_dtype != DType::kFloat32 || p.kind != EpilogueKind::kLinear)) return false;
   const Problem q = classify(p);
   if (q.a == Major::kNone || q.b == Major::kNone) return false;
   for (int tile = 0; tile < kTilesSm90; ++tile) {
-    if (find(p, q, TileSm90(tile)).function != nullptr) return true;
+    if (find(p, q, instance_kind(p, q, 1), TileSm90(tile)).function != nullptr) return true;
   }
   return false;
 }
@@ -108,7 +122,8 @@ Status launch_gemm_sm90(const GemmParams& p, const GemmSm90Plan& plan, cudaStrea
   MapCache& cache = map_cache();
   const int device = device_of_this_thread();
   const Problem q = classify(p);
-  const Kernel90 kernel = find(p, q, plan.tile);
+  const EpilogueKind kind = instance_kind(p, q, plan.splits);
+  const Kernel90 kernel = find(p, q, kind, plan.tile);
   if (kernel.function == nullptr) return {"gemm: no Hopper kernel for this tile and problem", 0};
   if (const cudaError_t error = configure(kernel, device); error != cudaSuccess) {
     return {"gemm: setting the shared memory limit failed", int(error)};
@@ -123,13 +138,15 @@ Status launch_gemm_sm90(const GemmParams& p, const GemmSm90Plan& plan, cudaStrea
   args.activation = p.activation;
   args.saved_is_output = p.saved_is_output;
   args.d_fp32 = p.d_dtype == DType::kFloat32;
-  args.beta = p.beta;
   args.m = int32_t(p.m);
   args.n = int32_t(p.n);
   args.n_out = int32_t(n_out);
-  args.saved.data = p.saved;
-  args.saved.ld = p.ldsaved;
-  args.saved.paired = reinterpret_cast<uintptr_t>(p.saved) % 4 == 0 && p.ldsaved % 2 == 0 && p.n % 2 == 0;
+  const bool residual = p.kind == EpilogueKind::kResidual;
+  args.read.data = residual ? p.residual : p.saved;
+  args.read.ld = residual ? p.ldresidual : p.ldsaved;
+  args.read_fp32 = residual && p.residual_dtype == DType::kFloat32;
+  args.read.paired = reinterpret_cast<uintptr_t>(args.read.data) % (args.read_fp32 ? 8 : 4) == 0 &&
+                     args.read.ld % 2 == 0 && p.n % 2 == 0;
 
   bool mapped = operand_map(cache, p.a, p.m, p.k, q.a == Major::kMn, kernel.block_m / 2, half, &args.a) &&
                 operand_map(cache, p.b, p.n, p.k, q.b == Major::kMn, kernel.block_n / 2, half, &args.b);
@@ -147,19 +164,20 @@ Status launch_gemm_sm90(const GemmParams& p, const GemmSm90Plan& plan, cudaStrea
                                 &args.pre_up);
     }
   }
-  if (p.saved != nullptr && tma_can_address(p.saved, p.ldsaved, p.m, p.n)) {
-    args.saved.tma = true;
-    mapped = mapped && cache.get(MapKey{p.saved, p.n, p.m, p.ldsaved, kernel.panel, 64, half, kernel.panel == 32},
-                                 &args.saved.map);
+  if (args.read.data != nullptr && !args.read_fp32 && tma_can_address(args.read.data, args.read.ld, p.m, p.n)) {
+    args.read.tma = true;
+    mapped =
+        mapped && cache.get(MapKey{args.read.data, p.n, p.m, args.read.ld, kernel.panel, 64, half, kernel.panel == 32},
+                            &args.read.map);
   }
   if (p.act_out != nullptr) {
     mapped = mapped && output(cache, p.act_out, p.ldact_out, p.m, p.n, kernel.panel, half, &args.act_out);
   }
   args.d_slot = (p.pre != nullptr ? (gated ? 2 : 1) : 0) + (p.act_out != nullptr ? 1 : 0);
   args.buffered = plan.splits == 1 && (args.d.tma || args.pre.tma || args.pre_up.tma || args.act_out.tma);
-  args.all_tma = plan.splits == 1 && args.d.tma &&
+  args.all_tma = plan.splits == 1 && kind == p.kind && args.d.tma &&
                  (p.pre == nullptr || (args.pre.tma && (!gated || args.pre_up.tma))) &&
-                 (p.act_out == nullptr || args.act_out.tma) && (p.saved == nullptr || args.saved.tma);
+                 (p.act_out == nullptr || args.act_out.tma) && (args.read.data == nullptr || args.read.tma);
   if (!mapped) return {"gemm: encoding a tensor map failed", 0};
 
   Schedule90& s = args.schedule;

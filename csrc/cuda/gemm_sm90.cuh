@@ -13,7 +13,8 @@
 // Sums      kFp32: one chain over k in the accumulators. kFp32Chunked: every chunk from zero in a second fragment,
 //           added in fp32, round to nearest, in ascending order. kFp16: the same with an fp16 fragment. The first chunk
 //           of the next tile, whose fragment the epilogue does not read, is multiplied under this tile's epilogue.
-// Saved     kActGrad's saved tensor comes by TMA, a panel ahead, the first one under the tile's products.
+// Read      kActGrad's saved tensor and kResidual's residual come by TMA, a panel ahead, the first one under the tile's
+//           products.
 // Epilogue  by panels of kPanel columns: bias and activation in fp32, one rounding, stmatrix into a swizzled buffer,
 //           TMA store; the next panel does not wait for it. fp32 results go straight from the registers (a fragment row
 //           is a full 32-byte sector).
@@ -237,8 +238,8 @@ struct Products {
     settle();
     fence(part);
   }
-  // Tells the compiler that all lanes agree about where they are, so that it forms descriptors in uniform registers
-  // (8192^3: 2080 to 1810 us). Behind the epilogue it cannot see that.
+  // Tells the compiler that all lanes agree about where they are, so that it forms descriptors in uniform registers.
+  // Behind the epilogue it cannot see that.
   __device__ __forceinline__ void make_uniform() {
     const auto uniform = [](auto& value) { value = __shfl_sync(0xffffffffu, value, 0); };
     uniform(ring.stage);
@@ -287,8 +288,8 @@ __device__ __forceinline__ void consume(const Args90& args, uint32_t smem, int g
     const int row0 = tile.m * C::kBlockM + (C::kPingpong ? 0 : group * C::kRowsPerGroup);
     const int col0 = tile.n * C::kOutN;
     const typename Epilogue<C>::Bias bias = epilogue.fetch_bias(col0);  // under the products
-    if constexpr (C::kActGrad) {
-      if (epilogue.leader()) epilogue.fetch_saved(row0, col0);
+    if constexpr (C::kReads) {
+      if (epilogue.leader()) epilogue.fetch(row0, col0);
     }
     if (C::kPingpong) products.turns.take();
     Accumulators<C> acc;
@@ -337,8 +338,8 @@ __device__ __forceinline__ void consume_chunks(const Args90& args, uint32_t smem
     col0 = tile.n * C::kOutN;
     split = tile.split;
     const typename Epilogue<C>::Bias bias = epilogue.fetch_bias(col0);
-    if constexpr (C::kActGrad) {
-      if (epilogue.leader()) epilogue.fetch_saved(row0, col0);
+    if constexpr (C::kReads) {
+      if (epilogue.leader()) epilogue.fetch(row0, col0);
     }
     products.template finish<false>(part);
     promote<C, true>(acc, part);
@@ -371,7 +372,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_sm90_kernel(const __grid_con
       ptx::mbarrier_init(base + C::kOffsetEmpty + i * 8, (C::kPingpong ? 4 : 8) * (clustered ? 2 : 1));
     }
     for (int i = 0; i < kConsumers; ++i) ptx::mbarrier_init(base + C::kOffsetOrder + i * 8, 4);
-    for (int i = 0; C::kActGrad && i < kConsumers * 2; ++i) ptx::mbarrier_init(base + C::kOffsetSaved + i * 8, 1);
+    for (int i = 0; C::kReads && i < kConsumers * 2; ++i) ptx::mbarrier_init(base + C::kOffsetRead + i * 8, 1);
     ptx::fence_mbarrier_init();
   }
   if (clustered) {

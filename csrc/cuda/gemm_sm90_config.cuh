@@ -25,6 +25,8 @@ struct Config {
   static constexpr Chain kChain = kChain_;
   static constexpr bool kGated = kKind == EpilogueKind::kGated;
   static constexpr bool kActGrad = kKind == EpilogueKind::kActGrad;
+  static constexpr bool kResidual = kKind == EpilogueKind::kResidual;
+  static constexpr bool kReads = kActGrad || kResidual;  // a matrix beside the bias
 
   static constexpr int kRowsPerGroup = kPingpong ? kBlockM : kBlockM / kConsumers;
   static constexpr int kFragments = kRowsPerGroup / 64;  // m64 fragments of a warpgroup
@@ -37,14 +39,15 @@ struct Config {
   static constexpr bool kLarge = kFragments * kAccumulators > 128;
   static constexpr bool kLean = kLarge || kChain != Chain::kFp32;
   static constexpr int kPanel =
-      kOutN % 64 != 0 || kChain != Chain::kFp32 || kActGrad || (kGated && kFragments == 1) ? 32 : 64;
-  static constexpr int kWidest = kActGrad ? 16 : kGated ? (kLean ? 16 : 32) : (kLarge || kMnMajorB ? 32 : 64);
+      kOutN % 64 != 0 || kChain != Chain::kFp32 || kReads || (kGated && kFragments == 1) ? 32 : 64;
+  static constexpr int kWidest = kReads ? 16 : kGated ? (kLean ? 16 : 32) : (kLarge || kMnMajorB ? 32 : 64);
   static constexpr int kStrip = kWidest < kPanel ? kWidest : kPanel;
   static constexpr int kPanels = kOutN / kPanel;
   static constexpr int kStripsAcross = kPanel / kStrip;  // a panel, one fragment's rows
   static constexpr int kStripsPerPanel = kFragments * kStripsAcross;
-  // Panels per warpgroup. kActGrad: two of the saved tensor, which the activation takes the place of, and two of d.
-  static constexpr int kBuffers = kActGrad ? 4 : kGated || kPanel == 32 ? 3 : 2;
+  // Panels per warpgroup. kReads: two of the matrix that is read, which a result takes the place of, and two of the
+  // other result.
+  static constexpr int kBuffers = kReads ? 4 : kGated || kPanel == 32 ? 3 : 2;
   static constexpr int kFragmentBytes = 64 * kPanel * 2;
   static constexpr int kBufferBytes = kFragments * kFragmentBytes;
   // Cooperative warpgroups take turns of kTurnBlocks at the tensor cores, so that they do not finish together and one's
@@ -65,8 +68,8 @@ struct Config {
   static constexpr int kOffsetBarriers = kOffsetBias + kBias;
   static constexpr int kOffsetFull = kOffsetBarriers, kOffsetEmpty = kOffsetFull + kStages * 8;
   static constexpr int kOffsetOrder = kOffsetEmpty + kStages * 8;
-  static constexpr int kOffsetSaved = kOffsetOrder + kConsumers * 8;
-  static constexpr int kSmemBytes = kOffsetSaved + (kActGrad ? kConsumers * 2 * 8 : 0);
+  static constexpr int kOffsetRead = kOffsetOrder + kConsumers * 8;
+  static constexpr int kSmemBytes = kOffsetRead + (kReads ? kConsumers * 2 * 8 : 0);
 
   static_assert(kStages >= 3 && kSmemBytes <= kMaxSmem);
   static_assert(kBlockM % 64 == 0 && kBlockN % 64 == 0 && kOutN % kPanel == 0);

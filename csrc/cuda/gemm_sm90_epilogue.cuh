@@ -7,7 +7,7 @@
 //
 // Registers cannot be indexed. Without an activation the strips are unrolled and read the accumulators where they are;
 // with one there is a loop over strips for each activation, and a strip is copied out of the accumulators by a uniform
-// branch. What leaves otherwise than by TMA (odd strides, fp32, split K, `beta`) takes run_any, one loop with every
+// branch. What leaves or comes otherwise than by TMA (odd strides, fp32, split K) takes run_any, one loop with every
 // case in it.
 #pragma once
 
@@ -49,7 +49,7 @@ struct Epilogue {
   uint32_t smem;
   int group;
   int kept;      // thread(), where a register is left for it
-  int next = 0;  // the buffer of the next panel's first result; run_act_grad: the number of panels done
+  int next = 0;  // the buffer of the next panel's first result; run_reading: the number of panels done
 
   __device__ __forceinline__ Epilogue(const Args90& args, uint32_t smem, int group)
       : args(args), smem(smem), group(group), kept(threadIdx.x % kWarpgroup) {
@@ -225,30 +225,48 @@ struct Epilogue {
     }
   }
 
-  // fp32 results straight from the registers; `add` reads what is there first.
-  __device__ __forceinline__ void store32(float* base, int64_t ld, int cols, bool paired, bool add, float (&v)[kValues],
-                                          int row, int col) const {
+  __device__ __forceinline__ static void add_residual(float (&v)[kValues], const uint32_t (&residual)[kValues / 2]) {
+#pragma unroll
+    for (int i = 0; i < kValues / 2; ++i) {
+      float low, high;
+      widen_pair<T>(residual[i], low, high);
+      v[2 * i] = low + v[2 * i];
+      v[2 * i + 1] = high + v[2 * i + 1];
+    }
+  }
+  // The same of a residual where it lies, all of it asked for before any is added.
+  __device__ __forceinline__ void add_residual(const In90& in, float (&v)[kValues], int row, int col) const {
+    if (!args.read_fp32) {
+      uint32_t residual[kValues / 2];
+      load_pairs(in, residual, row, col);
+      return add_residual(v, residual);
+    }
+    const float* base = static_cast<const float*>(in.data);
     const int t = thread();
-    if (add) {
-      float2 old[kValues / 2];
+    float2 old[kValues / 2];
 #pragma unroll
-      for (int i = 0; i < kValues / 2; ++i) {
-        const int r = row + fragment_row(t, i & 1), c = col + fragment_col(t, i / 2);
-        const float* p = base + int64_t(r) * ld + c;
-        old[i] = make_float2(0.0f, 0.0f);
-        if (r < args.m && c + 1 < cols && paired) {
-          old[i] = *reinterpret_cast<const float2*>(p);
-        } else if (r < args.m && c < cols) {
-          old[i].x = p[0];
-          if (c + 1 < cols) old[i].y = p[1];
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kValues / 2; ++i) {
-        v[2 * i] = old[i].x + v[2 * i];
-        v[2 * i + 1] = old[i].y + v[2 * i + 1];
+    for (int i = 0; i < kValues / 2; ++i) {
+      const int r = row + fragment_row(t, i & 1), c = col + fragment_col(t, i / 2);
+      const float* p = base + int64_t(r) * in.ld + c;
+      old[i] = make_float2(0.0f, 0.0f);
+      if (r < args.m && c + 1 < args.n_out && in.paired) {
+        old[i] = *reinterpret_cast<const float2*>(p);
+      } else if (r < args.m && c < args.n_out) {
+        old[i].x = p[0];
+        if (c + 1 < args.n_out) old[i].y = p[1];
       }
     }
+#pragma unroll
+    for (int i = 0; i < kValues / 2; ++i) {
+      v[2 * i] = old[i].x + v[2 * i];
+      v[2 * i + 1] = old[i].y + v[2 * i + 1];
+    }
+  }
+
+  // fp32 results straight from the registers.
+  __device__ __forceinline__ void store32(float* base, int64_t ld, int cols, bool paired, const float (&v)[kValues],
+                                          int row, int col) const {
+    const int t = thread();
 #pragma unroll
     for (int i = 0; i < kValues / 2; ++i) {
       const int r = row + fragment_row(t, i & 1), c = col + fragment_col(t, i / 2);
@@ -277,9 +295,10 @@ struct Epilogue {
       for (int l = 0; l < kLanes; ++l) v[i + l] = x.v[l];
     }
   }
-  // The value's form is that of its result, d, or, of a saved tensor, 16 bits.
+  // The value's form is that of its result, d (activation_dtype), or, of a saved tensor, 16 bits.
   __device__ __forceinline__ void activate(float (&v)[kValues]) const {
-    with_activation(args.activation, args.d_fp32 ? Result::kAny : Result::k16Bit,
+    const bool residual = !C::kActGrad && args.read.data != nullptr;
+    with_activation(args.activation, args.d_fp32 || residual ? Result::kAny : Result::k16Bit,
                     [&]<Activation A, Result R>() { activate<A, R>(v); });
   }
   template <Activation A>
@@ -420,27 +439,58 @@ struct Epilogue {
     }
   }
 
-  // kActGrad: panel number i's saved tensor is in the group's buffer i % 2, and so is the activation of it; d in the
-  // buffer 2 + i % 2.
-  __device__ __forceinline__ uint32_t saved_buffer(int turn) const {
+  // kReads: panel number i of the matrix that is read is in the group's buffer i % 2, and so is the result that takes
+  // its place; the other result is in the buffer 2 + i % 2.
+  __device__ __forceinline__ uint32_t read_buffer(int turn) const {
     return smem + C::kOffsetEpilogue + (group * C::kBuffers + turn) * C::kBufferBytes;
   }
-  __device__ __forceinline__ uint32_t saved_barrier(int turn) const {
-    return smem + C::kOffsetSaved + (group * 2 + turn) * 8;
+  __device__ __forceinline__ uint32_t read_barrier(int turn) const {
+    return smem + C::kOffsetRead + (group * 2 + turn) * 8;
   }
-  // Asks for the saved tensor of panel number `next + ahead`, whose buffer's last store has been read. The leader
-  // alone.
-  __device__ __forceinline__ void fetch_saved(int row0, int col, int ahead = 0) const {
+  // Asks for panel number `next + ahead`, whose buffer's last store has been read. The leader alone.
+  __device__ __forceinline__ void fetch(int row0, int col, int ahead = 0) const {
     if (!args.all_tma || row0 >= args.m || col >= args.n_out) return;
     const int turn = (next + ahead) % 2;
     const int fragments = min((args.m - row0 + 63) / 64, C::kFragments);
-    ptx::mbarrier_arrive_expect_tx(saved_barrier(turn), uint32_t(fragments * C::kFragmentBytes));
+    ptx::mbarrier_arrive_expect_tx(read_barrier(turn), uint32_t(fragments * C::kFragmentBytes));
 #pragma unroll
     for (int f = 0; f < C::kFragments; ++f) {
       if (f < fragments) {
-        ptx::tma_load_2d(saved_buffer(turn) + f * C::kFragmentBytes, &args.saved.map, saved_barrier(turn), col,
+        ptx::tma_load_2d(read_buffer(turn) + f * C::kFragmentBytes, &args.read.map, read_barrier(turn), col,
                          row0 + f * 64);
       }
+    }
+  }
+
+  // Panel by panel, strip by strip, step(strip of the tile, fragment, across, where this thread's row of the panel that
+  // has come begins). `in_place` is the result that takes its place, `beside` lies two buffers on.
+  template <class Step>
+  __device__ __forceinline__ void run_reading(const Out90& in_place, const Out90& beside, int row0, int col0,
+                                              Step step) {
+#pragma unroll 1
+    for (int panel = 0; panel < C::kPanels; ++panel) {
+      const int panel_col = col0 + panel * C::kPanel;
+      if (panel_col >= args.n_out) break;
+      const int turn = next % 2;
+      ptx::mbarrier_wait(read_barrier(turn), next / 2 % 2);
+#pragma unroll 1
+      for (int strip = 0; strip < C::kStripsPerPanel; ++strip) {
+        if (strip == C::kStripsPerPanel / 2 && panel + 1 < C::kPanels && leader()) {
+          ptx::bulk_wait_read<0>();  // the last panel's stores, half a panel ago
+          fetch(row0, panel_col + C::kPanel, 1);
+        }
+        step(panel * C::kStripsPerPanel + strip, strip / C::kStripsAcross, strip % C::kStripsAcross,
+             read_buffer(turn) + matrix_row());
+      }
+      ptx::fence_async_proxy();
+      if (leader()) ptx::bulk_wait_read<0>();
+      sync();
+      if (leader()) {
+        send(in_place, read_buffer(turn), row0, panel_col);
+        send(beside, read_buffer(turn) + 2 * C::kBufferBytes, row0, panel_col);
+        ptx::bulk_commit();
+      }
+      ++next;
     }
   }
 
@@ -448,49 +498,49 @@ struct Epilogue {
   template <Activation A, class Between>
   __device__ __forceinline__ void run_act_grad(const Accumulators<C>& acc, int row0, int col0, Between between) {
     const bool activates = args.act_out.data != nullptr;
-#pragma unroll 1
-    for (int panel = 0; panel < C::kPanels; ++panel) {
-      const int panel_col = col0 + panel * C::kPanel;
-      if (panel_col >= args.n_out) break;
-      const int turn = next % 2;
-      ptx::mbarrier_wait(saved_barrier(turn), next / 2 % 2);
-#pragma unroll 1
-      for (int strip = 0; strip < C::kStripsPerPanel; ++strip) {
-        between();
-        const int fragment = strip / C::kStripsAcross, across = strip % C::kStripsAcross;
-        if (strip == C::kStripsPerPanel / 2 && panel + 1 < C::kPanels && leader()) {
-          ptx::bulk_wait_read<0>();  // the last panel's stores, half a panel ago
-          fetch_saved(row0, panel_col + C::kPanel, 1);
-        }
-        const uint32_t saved_row = saved_buffer(turn) + matrix_row();
-        uint32_t saved[kValues / 2];
-        unstage(saved_row, saved, fragment, across);
-        float v[kValues], up[kValues];
-        if (activates) {
+    run_reading(args.act_out, args.d, row0, col0, [&](int index, int fragment, int across, uint32_t row) {
+      between();
+      uint32_t saved[kValues / 2], pairs[kValues / 2];
+      unstage(row, saved, fragment, across);
+      float v[kValues], up[kValues];
+      if (activates) {
 #pragma unroll
-          for (int i = 0; i < kValues / 2; ++i) widen_pair<T>(saved[i], v[2 * i], v[2 * i + 1]);
-          if (!args.saved_is_output) activate<A, Result::k16Bit>(v);
-          uint32_t pairs[kValues / 2];
-          round_strip(v, pairs);
-          stage(saved_row, pairs, fragment, across);
-        }
-        take(acc, panel * C::kStripsPerPanel + strip, v, up);
-        multiply_by_slope<A>(v, saved);
-        between();
-        uint32_t pairs[kValues / 2];
+        for (int i = 0; i < kValues / 2; ++i) widen_pair<T>(saved[i], v[2 * i], v[2 * i + 1]);
+        if (!args.saved_is_output) activate<A, Result::k16Bit>(v);
         round_strip(v, pairs);
-        stage(saved_row + 2 * C::kBufferBytes, pairs, fragment, across);
+        stage(row, pairs, fragment, across);
       }
-      ptx::fence_async_proxy();
-      if (leader()) ptx::bulk_wait_read<0>();
-      sync();
-      if (leader()) {
-        if (activates) send(args.act_out, saved_buffer(turn), row0, panel_col);
-        send(args.d, saved_buffer(turn) + 2 * C::kBufferBytes, row0, panel_col);
-        ptx::bulk_commit();
+      take(acc, index, v, up);
+      multiply_by_slope<A>(v, saved);
+      between();
+      round_strip(v, pairs);
+      stage(row + 2 * C::kBufferBytes, pairs, fragment, across);
+    });
+  }
+
+  // d = act(acc + bias) + residual, and the pre-activation where it is wanted; all by TMA.
+  template <Activation A, class Between>
+  __device__ __forceinline__ void run_residual(const Accumulators<C>& acc, int row0, int col0, Between between) {
+    const bool biased = args.bias.data != nullptr, saves = args.pre.data != nullptr;
+    run_reading(args.d, args.pre, row0, col0, [&](int index, int fragment, int across, uint32_t row) {
+      between();
+      float v[kValues], up[kValues];
+      take(acc, index, v, up);
+      if (biased) {
+        add_bias(v, index / C::kStripsPerPanel * C::kPanel + across * C::kStrip);
       }
-      ++next;
-    }
+      uint32_t residual[kValues / 2], pairs[kValues / 2];
+      if (saves) {
+        round_strip(v, pairs);
+        stage(row + 2 * C::kBufferBytes, pairs, fragment, across);
+      }
+      activate<A, Result::kAny>(v);
+      between();
+      unstage(row, residual, fragment, across);
+      add_residual(v, residual);
+      round_strip(v, pairs);
+      stage(row, pairs, fragment, across);
+    });
   }
 
   // `between` is called twice for every strip: what else this warpgroup has to do meanwhile.
@@ -498,7 +548,7 @@ struct Epilogue {
   __device__ __forceinline__ void run(const Accumulators<C>& acc, int row0, int col0, int split, Between between) {
     if (row0 >= args.m) return;
     if (args.all_tma) {
-      if constexpr (!C::kGated && !C::kActGrad) {
+      if constexpr (!C::kGated && !C::kReads) {
         if (args.activation == Activation::kNone && args.pre.data == nullptr) {
           return run_plain(acc, row0, col0, between);
         }
@@ -506,12 +556,14 @@ struct Epilogue {
       return with_activation(args.activation, [&]<Activation A>() {
         if constexpr (C::kActGrad) {
           run_act_grad<A>(acc, row0, col0, between);
+        } else if constexpr (C::kResidual) {
+          run_residual<A>(acc, row0, col0, between);
         } else {
           run_activated<A>(acc, row0, col0, between);
         }
       });
     }
-    run_any(acc, row0, col0, split);
+    if constexpr (!C::kResidual) run_any(acc, row0, col0, split);
   }
 
   __device__ __forceinline__ void run_any(const Accumulators<C>& acc, int row0, int col0, int split) {
@@ -535,13 +587,13 @@ struct Epilogue {
         if (partial) {
           float* base = args.partials + int64_t(split) * args.m * args.n;
           const bool paired = args.n_out % 2 == 0;
-          if constexpr (C::kGated) store32(base + args.n_out, args.n, args.n_out, paired, false, up, row, col);
-          store32(base, args.n, args.n_out, paired, false, v, row, col);
+          if constexpr (C::kGated) store32(base + args.n_out, args.n, args.n_out, paired, up, row, col);
+          store32(base, args.n, args.n_out, paired, v, row, col);
           continue;
         }
         if constexpr (C::kActGrad) {
           uint32_t saved[kValues / 2];
-          load_pairs(args.saved, saved, row, col);
+          load_pairs(args.read, saved, row, col);
           if (args.act_out.data != nullptr) {
             float y[kValues];
 #pragma unroll
@@ -568,9 +620,10 @@ struct Epilogue {
           if (args.bias.data != nullptr) add_bias(v, first);
           if (args.pre.data != nullptr) store16(args.pre, 0, v, fragment, across, row, col);
           if (args.activation != Activation::kNone) activate(v);
+          if (args.read.data != nullptr) add_residual(args.read, v, row, col);
         }
         if (args.d_fp32) {
-          store32(static_cast<float*>(args.d.data), args.d.ld, args.n_out, args.d.paired, args.beta, v, row, col);
+          store32(static_cast<float*>(args.d.data), args.d.ld, args.n_out, args.d.paired, v, row, col);
         } else {
           store16(args.d, args.d_slot, v, fragment, across, row, col);
         }

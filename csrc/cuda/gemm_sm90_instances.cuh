@@ -31,11 +31,15 @@ Kernel90 linear_instance(bool mn_major_a, bool mn_major_b) {
   return {};
 }
 
-// The fused ones in the one order that they occur in: gated forward, the activation's gradient on the way back.
+// The fused ones in the one order that they occur in: gated forward, a residual forward, the activation's gradient on
+// the way back.
 template <typename T, TileSm90 kTile, Chain kChain>
 Kernel90 fused_instance(bool mn_major_a, bool mn_major_b, EpilogueKind kind) {
   if (kind == EpilogueKind::kGated && !mn_major_a && !mn_major_b) {
     return instance<T, false, false, EpilogueKind::kGated, kTile, kChain>();
+  }
+  if (kind == EpilogueKind::kResidual && !mn_major_a && !mn_major_b) {
+    return instance<T, false, false, EpilogueKind::kResidual, kTile, kChain>();
   }
   if (kind == EpilogueKind::kActGrad && !mn_major_a && mn_major_b) {
     return instance<T, false, true, EpilogueKind::kActGrad, kTile, kChain>();

@@ -28,13 +28,13 @@ struct Schedule90 {
   int32_t chunk_blocks;
 };
 
-// A 16-bit (or, for d, fp32) row-major result. tma: `map` addresses it.
+// A 16-bit (or, for d and a residual, fp32) row-major matrix. tma: `map` addresses it.
 struct Out90 {
   CUtensorMap map;
   void* data;
   int64_t ld;
   bool tma;
-  bool paired;  // two neighbouring fp32 may be written at once
+  bool paired;  // two neighbouring elements may be written, or read, at once
 };
 struct In90 {
   CUtensorMap map;
@@ -47,12 +47,12 @@ struct In90 {
 struct Args90 {
   CUtensorMap a, b;
   Out90 d, pre, pre_up, act_out;
-  In90 saved;
+  In90 read;  // kActGrad's saved tensor, kResidual's residual
   VectorIn bias;
   Activation activation;
-  bool saved_is_output, d_fp32, beta;
+  bool saved_is_output, d_fp32, read_fp32;
   bool buffered;   // some result leaves through shared memory
-  bool all_tma;    // every result is of 16 bits and leaves by TMA, and what is saved comes so
+  bool all_tma;    // every result is of 16 bits and leaves by TMA, and what is read comes so
   int32_t d_slot;  // d's buffer of a panel, after those of the other results
   int32_t m, n, n_out;
   float* partials;  // split K: (splits, m, n) fp32 sums instead of the epilogue

@@ -62,7 +62,7 @@ bool gemm_sm90_small_supports(const GemmParams& p) {
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return false;
   if (p.accumulate.dtype != DType::kFloat32) return false;
   if (p.accumulate.chunk % 64 != 0 && p.accumulate.chunk < p.k) return false;
-  if (p.kind != EpilogueKind::kLinear && p.kind != EpilogueKind::kGated) return false;
+  if (p.kind == EpilogueKind::kActGrad) return false;
   return major_of(p.a, p.m, p.k) == Major::kK && major_of(p.b, p.n, p.k) == Major::kK;
 }
 

@@ -16,9 +16,9 @@ struct Matrix {
 
 // dtypes and kinds are the numbers of types.h and params.h; a null pointer is an absent tensor.
 void ak_emulate(int arch, int64_t m, int64_t n, int64_t k, int dtype, int accumulate, int64_t chunk, const Matrix* a,
-                const Matrix* b, int kind, int activation, const void* bias, int bias_dtype, const Matrix* d, int d_dtype,
-                int beta, const Matrix* pre, const Matrix* saved, int saved_is_output, const Matrix* act_out,
-                int64_t row_begin, int64_t row_end) {
+                const Matrix* b, int kind, int activation, const void* bias, int bias_dtype, const Matrix* d,
+                int d_dtype, const Matrix* residual, int residual_dtype, const Matrix* pre, const Matrix* saved,
+                int saved_is_output, const Matrix* act_out, int64_t row_begin, int64_t row_end) {
   GemmParams p;
   p.m = m;
   p.n = n;
@@ -33,7 +33,11 @@ void ak_emulate(int arch, int64_t m, int64_t n, int64_t k, int dtype, int accumu
   p.d = d->data;
   p.ldd = d->stride_outer;
   p.d_dtype = DType(d_dtype);
-  p.beta = beta != 0;
+  if (residual != nullptr) {
+    p.residual = residual->data;
+    p.ldresidual = residual->stride_outer;
+    p.residual_dtype = DType(residual_dtype);
+  }
   if (pre != nullptr) p.pre = pre->data, p.ldpre = pre->stride_outer;
   if (saved != nullptr) p.saved = saved->data, p.ldsaved = saved->stride_outer;
   p.saved_is_output = saved_is_output != 0;

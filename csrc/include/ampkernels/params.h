@@ -144,7 +144,8 @@ enum class EpilogueKind : int32_t {
   kLinear = 0,  // d = act(acc + bias)                         optional: pre = acc + bias
   kGated =
       1,  // d = act(gate) * up, gate = acc + bias of row f of B, up of row F + f, F = n / 2;  optional: pre (M, 2F)
-  kActGrad = 2,  // d = acc * act'(saved)                       optional: act_out = act(saved), for mlp's dW2
+  kActGrad = 2,   // d = acc * act'(saved)                      optional: act_out = act(saved), for mlp's dW2
+  kResidual = 3,  // d = act(acc + bias) + residual             optional: pre = acc + bias
 };
 
 // D[m, n] = epilogue(sum over k of A[m, k] * B[n, k]). Products exact, sums in accumulate.dtype, the epilogue in fp32,
@@ -166,7 +167,10 @@ struct GemmParams {
   void* d = nullptr;  // row-major, unit column stride
   DType d_dtype = DType::kBFloat16;
   int64_t ldd = 0;
-  bool beta = false;  // d += instead of d = (d fp32 only; kLinear without activation)
+
+  const void* residual = nullptr;  // kResidual reads: row-major (m, n); an fp32 d itself, to add to what it holds
+  DType residual_dtype = DType::kBFloat16;  // `dtype` or kFloat32
+  int64_t ldresidual = 0;
 
   void* pre = nullptr;  // written: the pre-activation in `dtype`, row-major (m, n); null: not wanted
   int64_t ldpre = 0;
@@ -178,6 +182,12 @@ struct GemmParams {
 
   void* workspace = nullptr;  // of gemm_workspace_bytes(params): split-K partials
 };
+
+// The dtype that an activation's value is computed for (`result_of`, activation.h): d's, but fp32 where something is
+// added to it before the rounding, which may cancel it.
+AK_HOST_DEVICE DType activation_dtype(const GemmParams& p) {
+  return p.kind == EpilogueKind::kResidual ? DType::kFloat32 : p.d_dtype;
+}
 
 // dpre = dy * act'(saved), elementwise over (rows, cols), with dbias = column sums of the fp32 dpre before rounding.
 // gated: saved (rows, 2 * cols) holds gate | up, dpre (rows, 2 * cols) = [dy * up * act'(gate) | dy * act(gate)] and
@@ -195,9 +205,9 @@ struct ActBwdParams {
   void* workspace = nullptr;  // of act_bwd_workspace_bytes(params): fp32 (fp64 for fp64 dy) column partials
 };
 
-// y = act(x + bias) over (rows, cols), or gated: x (rows, 2 * cols) -> y (rows, cols). The epilogue of the GEMMs that a
-// library computes (fp32 and fp64, and 16-bit on the CPU). pre: x + bias rounded to its dtype, where wanted (it may be
-// x's own memory).
+// y = act(x + bias) + residual over (rows, cols), or gated: x (rows, 2 * cols) -> y (rows, cols). The epilogue of the
+// GEMMs that a library computes (fp32 and fp64, and 16-bit on the CPU). pre: x + bias rounded to its dtype, where
+// wanted (it may be x's own memory).
 struct ActFwdParams {
   int64_t rows = 0;
   int64_t cols = 0;
@@ -205,6 +215,7 @@ struct ActFwdParams {
   Activation activation = Activation::kNone;
   RowsIn x;
   VectorIn bias;
+  RowsIn residual;  // data == nullptr: none (gated: never)
   RowsOut y;
   RowsOut pre;  // data == nullptr: not wanted
 };
