@@ -265,30 +265,39 @@ def _gemm_plan(
 def _gemm_ahead(
     device: str, arch: int, dtype: torch.dtype, m: int, k: int, policy: Accumulate, activation: str | None
 ) -> list[str]:
-    """Where a committed result shows a library ahead of the GEMM that this call would take. All are of bf16, which says
-    enough of fp16 on a GPU, where the kernels are the same. `activation`: of a plain linear."""
+    """Where a committed result shows a library, or a plainer policy, ahead of the GEMM that this call would take. Those of
+    fp32 accumulators are of bf16, which says enough of fp16 on a GPU, where the kernels are the same. `activation`: of a
+    plain linear."""
     if device == "cpu":
         few = policy == FP32 and m == 1 and dtype == torch.bfloat16
         return ["eager takes 0.9 of the time at one row (cpu-amd-epyc/ops.csv)"] if few else []
-    if device != "cuda" or arch != 90 or dtype not in _16_BIT or policy.dtype != torch.float32:
+    if device != "cuda" or arch != 90 or dtype not in _16_BIT:
         return []
+    if policy.dtype == torch.float16:
+        times = "1.2 to 1.3 times" if m <= 64 else "1.01 to 1.2 times" if policy.chunk else "0.95 to 1.05 times"
+        return [f"fp16 accumulators take {times} as long as fp32 ones (h200/fp16.csv)"]
     if 64 < m <= 512:
-        times = "1.9 to 2.8" if policy.chunk else "1.2"
+        times = "1.9 to 2.4" if policy.chunk else "1.2"
         return [f"cuBLAS's plain product is {times} times as fast at 256 rows (h200/decode.csv)"]
     if policy.chunk and m > 512:
-        return ["a chunk takes 1.04 to 1.19 times as long as fp32 (h200/providers-gemm.csv)"]
+        return ["a chunk takes 1.04 to 1.34 times as long as fp32 (h200/providers-gemm.csv)"]
     if policy.chunk and policy.chunk < 512 and k >= 32 * policy.chunk:
-        return ["cuBLAS is 1.3 times as fast at K = 14336 in chunks of 128 (h200/decode.csv)"]
+        return ["cuBLAS is 1.3 to 1.4 times as fast at K = 14336 in chunks of 128 (h200/decode.csv)"]
     if m > 512 and k < 1024 and activation == "gelu_tanh":
         return ["cublasLt's product with GELU is 1.1 times as fast at K = 768 (h200/providers-gemm.csv)"]
     return []
 
 
-def _rows_ahead(device: str, arch: int, dtype: torch.dtype, cols: int) -> list[str]:
+def _rows_ahead(op: str, device: str, arch: int, dtype: torch.dtype, cols: int) -> list[str]:
     """The same for softmax and norms."""
-    if device == "cuda" and arch == 90 and dtype in _16_BIT and cols <= 16384:
-        return ["torch.compile or Liger are up to 1.1 times as fast in forward (h200/providers-rows.csv)"]
-    return []
+    if device != "cuda" or arch != 90 or dtype not in _16_BIT or cols > 131072:
+        return []
+    ahead = ["QuACK, torch.compile or Liger are up to 1.13 times as fast in forward (h200/providers-rows.csv)"]
+    if op == "softmax":
+        ahead.append("QuACK or Liger are up to 1.1 times as fast in backward (h200/rows.csv)")
+    elif op == "layer_norm" and cols % 8:
+        ahead.append("eager is 1.07 times as fast in backward at 4095 columns (h200/layouts.csv)")
+    return ahead
 
 
 def _operand(tensor: Tensor, dtype: torch.dtype) -> tuple[bool, bool]:
@@ -459,7 +468,7 @@ def _rows(
         None,
         _dtypes(tensors, wide, out),
         [f"everything in {_short(wide)}, output rounded once to {_short(out)}"],
-        ahead=_rows_ahead(device, _arch(input), input.dtype, cols),
+        ahead=_rows_ahead(op, device, _arch(input), input.dtype, cols),
     )
 
 

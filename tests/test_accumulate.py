@@ -268,17 +268,20 @@ def test_explain_says_what_a_residual_changes():
 def test_explain_says_where_a_library_was_faster_and_which_result_shows_it():
     explain = importlib.import_module("ampkernels.explain")  # the module, not the function
     bf16, plain, chunked = torch.bfloat16, ak.Accumulate(), ak.Accumulate(chunk=512)
-    cases = [explain._gemm_ahead("cpu", 0, bf16, 1, 768, plain, None), explain._rows_ahead("cuda", 90, bf16, 4096)]
+    cases = [
+        explain._gemm_ahead("cpu", 0, bf16, 1, 768, plain, None),
+        *([text] for op in ("softmax", "layer_norm") for text in explain._rows_ahead(op, "cuda", 90, bf16, 4095)),
+    ]
     cases += [explain._gemm_ahead("cuda", 90, bf16, m, 768, plain, "gelu_tanh") for m in (256, 4096)]
     cases += [explain._gemm_ahead("cuda", 90, bf16, m, 4096, chunked, None) for m in (256, 4096)]
     cases += [explain._gemm_ahead("cuda", 90, bf16, 16, 14336, ak.Accumulate(chunk=128), None)]
+    for policy in (ak.Accumulate(torch.float16), ak.Accumulate(torch.float16, 128)):
+        cases += [explain._gemm_ahead("cuda", 90, torch.float16, m, 4096, policy, None) for m in (64, 4096)]
     results = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
     for (text,) in cases:
         assert (results / re.search(r"\((\S+\.csv)\)", text)[1]).is_file()
     assert explain._gemm_ahead("cuda", 90, bf16, 8192, 4096, plain, "gelu_tanh") == []
-    fp16 = ak.Accumulate(torch.float16, 128)  # not measured
-    assert explain._gemm_ahead("cuda", 90, torch.float16, 4096, 4096, fp16, None) == []
-    assert explain._rows_ahead("cpu", 0, bf16, 4096) == []
+    assert explain._rows_ahead("softmax", "cpu", 0, bf16, 4096) == []
     x, w = torch.ones(1, 64).bfloat16(), torch.ones(8, 64).bfloat16()
     assert "faster      eager takes 0.9" in str(ak.explain("linear", x, w))
 
