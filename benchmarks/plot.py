@@ -42,8 +42,9 @@ ROWS = ("softmax", "layer_norm", "rms_norm")
 def load(folder: Path) -> list[Row]:
     """Rows of every CSV in a folder, in the order of the suites and their shapes.
 
-    Times are compared within one run only: of an operation's point that several files hold, the rows of the newest that
-    measured eager too; of anything else, the newest row.
+    Times are compared within one run only: of an operation's point that several files hold, the rows of the run that
+    measured eager, has today's kernels (those of the newest row of all), and measured the most peers; the newest of those. Of
+    anything else, the newest row.
 
     Raises:
         ValueError: There is no results file in it.
@@ -52,16 +53,22 @@ def load(folder: Path) -> list[Row]:
     if not paths:
         raise ValueError(f"no CSV in {folder}")
     runs = [read_rows(path) for path in paths]
-    best: dict[tuple[str, ...], tuple[bool, str, int]] = {}
+    today = max((row.date, row.csrc_digest) for rows in runs for row in rows)[1]
+    best: dict[tuple[str, ...], tuple[bool, bool, int, str, int]] = {}
     for number, rows in enumerate(runs):
+        points: dict[tuple[str, ...], list[Row]] = {}
         for row in rows:
-            rank = (row.provider == "eager" and row.status == "ok", row.date, number)
-            best[_point(row)] = max(best.get(_point(row), rank), rank)
+            points.setdefault(_point(row), []).append(row)
+        for point, of_point in points.items():
+            peers = {row.provider for row in of_point if row.status == "ok" and row.provider != "ampkernels"}
+            newest_row = max(of_point, key=lambda row: row.date)
+            rank = ("eager" in peers, newest_row.csrc_digest == today, len(peers), newest_row.date, number)
+            best[point] = max(best.get(point, rank), rank)
     newest: dict[tuple[str, ...], Row] = {}
     for number, rows in enumerate(runs):
         for row in rows:
             key = (*_point(row), row.accumulate, row.provider)
-            of_the_run = row.op not in GROUPS or best[_point(row)][2] == number
+            of_the_run = row.op not in GROUPS or best[_point(row)][-1] == number
             if of_the_run and (key not in newest or row.date >= newest[key].date):
                 newest[key] = row
     order = {

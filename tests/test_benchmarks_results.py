@@ -156,6 +156,29 @@ def test_times_of_two_runs_are_not_mixed(tmp_path):
     assert found == {("1x2x3", "eager"): 10.0, ("1x2x3", "ampkernels"): 8.0, ("1x5x7", "ampkernels"): 4.0}
 
 
+def test_the_run_with_most_peers_is_shown(tmp_path):
+    """Of the runs of today's kernels: a short one that is newer must not hide a peer that was faster."""
+    from benchmarks import plot
+
+    def run(day, digest, **medians):
+        what = ("linear", "linear", "1x2x3", "bf16")
+        date = f"2026-01-{day:02}T00:00:00Z"
+        return [
+            Row(*what, "", "fwd", provider, median_us=us, date=date, csrc_digest=digest)
+            for provider, us in medians.items()
+        ]
+
+    runs = {
+        "old": run(1, "yesterday", eager=10.0, ampkernels=9.0, quack=5.0, liger=6.0, compile=6.5),
+        "peers": run(2, "today", eager=10.0, ampkernels=8.0, quack=5.0),
+        "quick": run(3, "today", eager=10.0, ampkernels=7.0),
+    }
+    for name, rows in runs.items():
+        with CsvWriter(tmp_path / f"{name}.csv") as writer:
+            writer.write(rows)
+    assert {r.provider: r.median_us for r in plot.load(tmp_path)} == {"eager": 10.0, "ampkernels": 8.0, "quack": 5.0}
+
+
 def test_report_says_when_the_kernels_have_changed(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "csrc_digest", lambda: "today")
     results_folder(tmp_path / "gpu", "yesterday")
