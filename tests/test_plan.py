@@ -48,7 +48,7 @@ def test_hopper_splits_k_where_the_tiles_do_not_fill_the_device():
     assert plan.gemm_plan_dict(768, 768, 8192, arch=90)["split"] > 1
     assert plan.gemm_plan_dict(256, 4096, 14336, arch=90)["split"] > 1
     assert plan.gemm_plan_dict(768, 768, 8192, chunk=512, arch=90)["split"] == 16
-    # 44 tiles: 111 us, and 136 as 28 chunks, whose fp32 sums cost more to write than the idle SMs would save.
+    # 44 tiles; but the fp32 sums of 28 chunks cost more to write than the idle SMs would save (docs/gemm.md).
     assert plan.gemm_plan_dict(256, 4096, 14336, chunk=512, arch=90)["split"] == 1
     for chunk in (0, 512):
         assert plan.gemm_plan_dict(8192, 8192, 8192, chunk=chunk, arch=90)["split"] == 1
