@@ -178,6 +178,16 @@ struct PairTeam {
   }
 };
 
+// CTAs that make `threads` an SM, for __launch_bounds__. Where these kernels have no code, an SM may hold fewer
+// threads.
+constexpr int pair_ctas(int threads, int cta) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+  return 1;
+#else
+  return threads / cta;
+#endif
+}
+
 inline bool takes_pairs(const RowsPlan& plan) {  // longer rows were no faster
   return plan.cluster == 1 && plan.lanes <= 128;
 }

@@ -22,7 +22,8 @@ inline constexpr uint32_t kMinusInfinityPair = dtype_of<T>::value == DType::kBFl
 // computing, which no load of it overlaps, takes half as long with 16 elements a thread, and an SM holds twice the
 // warps. kWhole: every lane has all its vectors. The same sums in the same order as softmax_fwd_plain.
 template <typename T, bool kWhole, int kWarps>
-__global__ void __launch_bounds__(PairTeam<kWarps>::kThreads, (kWarps == 1 ? 2048 : 1536) / PairTeam<kWarps>::kThreads)
+__global__ void __launch_bounds__(PairTeam<kWarps>::kThreads,
+                                  pair_ctas(kWarps == 1 ? 2048 : 1536, PairTeam<kWarps>::kThreads))
     softmax_fwd_pair(const __grid_constant__ SoftmaxFwdParams p, const __grid_constant__ TeamShape shape) {
 #if __CUDA_ARCH__ == 900
   using C = float;
