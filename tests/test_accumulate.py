@@ -281,6 +281,8 @@ def test_explain_says_where_a_library_was_faster_and_which_result_shows_it():
     for (text,) in cases:
         assert (results / re.search(r"\((\S+\.csv)\)", text)[1]).is_file()
     assert explain._gemm_ahead("cuda", 90, bf16, 8192, 4096, plain, "gelu_tanh") == []
+    fp16 = ak.Accumulate(torch.float16)
+    assert explain._gemm_ahead("cuda", 90, torch.float16, 256, 4096, fp16, None) == []  # not measured
     assert explain._rows_ahead("softmax", "cpu", 0, bf16, 4096) == []
     x, w = torch.ones(1, 64).bfloat16(), torch.ones(8, 64).bfloat16()
     assert "faster      eager takes 0.9" in str(ak.explain("linear", x, w))

@@ -29,11 +29,7 @@ from benchmarks.providers import (
 from benchmarks.runner import OpRunner, Point
 from benchmarks.timing import Budget, Timing, WallTimer, ratio, rotation
 
-
-@pytest.fixture(autouse=True)
-def few_buffers(monkeypatch):
-    """Two sets of inputs instead of as many as overflow the cache: these tests are about what is said, not how fast."""
-    monkeypatch.setattr(runner, "cache_bytes", lambda device: 0)
+pytestmark = pytest.mark.usefixtures("few_buffers")
 
 
 # ------------------------------------------------------------------------------------------------------------- timing

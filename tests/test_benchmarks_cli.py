@@ -11,7 +11,7 @@ pytest.importorskip("rich")
 
 from benchmark_fakes import CPU, SHORT, Fake, KnownRoofs
 
-from benchmarks import cli, runner, suites
+from benchmarks import cli, suites
 from benchmarks.ops import OPS
 from benchmarks.providers import (
     EAGER,
@@ -22,11 +22,7 @@ from benchmarks.records import COLUMNS, environment, read_rows
 from benchmarks.roofs import Roofs
 from benchmarks.timing import Budget
 
-
-@pytest.fixture(autouse=True)
-def few_buffers(monkeypatch):
-    """Two sets of inputs instead of as many as overflow the cache: these tests are about what is said, not how fast."""
-    monkeypatch.setattr(runner, "cache_bytes", lambda device: 0)
+pytestmark = pytest.mark.usefixtures("few_buffers")
 
 
 @pytest.fixture
