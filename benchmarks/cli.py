@@ -236,9 +236,9 @@ class Run:
         if self.left_out:
             lines.append(f"left out for the limit of {self.deadline.seconds:g} s: {', '.join(self.left_out)}")
         if self.quick:
-            absent = [p.name for p in PROVIDERS.values() if p.slow_start and p not in self.providers]
+            absent = [p.name for p in PROVIDERS.values() if p.not_quick and p not in self.providers]
             text = "quick: one to three shapes of each operation, one small model, ten steps of training"
-            text += f"; without {', '.join(absent)}, which compile at length, unless named" if absent else ""
+            text += f"; without {', '.join(absent)}, unless named" if absent else ""
             lines.append(f"{text}. All of it: python -m benchmarks all")
         return lines
 
@@ -384,7 +384,7 @@ def _dtypes(names: Sequence[str] | str) -> list[torch.dtype]:
 
 def _providers(names: Sequence[str] | None, quick: bool) -> list[Provider]:
     if names is None:
-        return [provider for provider in PROVIDERS.values() if not (quick and provider.slow_start)]
+        return [provider for provider in PROVIDERS.values() if not (quick and provider.not_quick)]
     return list(dict.fromkeys(find_provider(name) for name in names))
 
 

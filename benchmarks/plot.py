@@ -23,6 +23,7 @@ from benchmarks.suites import GROUPS
 # Colour-blind safe (Okabe and Ito); ours in the strongest.
 _COLOURS = {
     "ampkernels": "#D55E00",
+    "ampkernels_mm": "#F0A070",
     "eager": "#999999",
     "compile": "#0072B2",
     "cublaslt": "#009E73",

@@ -52,7 +52,7 @@ class Provider:
     modules: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu", "cuda")
     compiles = False  # at run time, and finds it again on disk: --precompile runs it ahead
-    slow_start = False  # that takes longer than measuring: takes part in --quick only when named
+    not_quick = False  # takes part in --quick only when named: slow to start, or a detail
     aliases: tuple[str, ...] = ()
 
     def missing(self, device: torch.device) -> str | None:
@@ -167,7 +167,7 @@ class Compile(Provider):
 
     name = "compile"
     aliases = ("torch.compile",)
-    compiles = slow_start = True
+    compiles = not_quick = True
     mode = "default"
 
     def implementations(
@@ -246,7 +246,7 @@ class Quack(Provider):
     modules = ("quack", "cutlass")
     devices = ("cuda",)
     aliases = ("quack-kernels",)
-    compiles = slow_start = True
+    compiles = not_quick = True
 
     def linear(self, dtype: torch.dtype, direction: str) -> Implementation:
         if direction != "fwd":
@@ -323,7 +323,7 @@ class QuackMm(Provider):
     name = "quack_mm"
     modules = ("quack", "cutlass")
     devices = ("cuda",)
-    compiles = slow_start = True
+    compiles = not_quick = True
 
     def linear(self, dtype: torch.dtype, direction: str) -> Implementation:
         if direction != "fwd":
@@ -427,6 +427,24 @@ class Ours(Provider):
         return lambda x, w1, b1, w2, b2: ak.mlp(x, w1, b1, w2, b2, activation=ACTIVATION, accumulate=accumulate)
 
 
+class OursMm(Provider):
+    """Our plain product, under plain fp32: what an epilogue costs is the rest of the time."""
+
+    name = "ampkernels_mm"
+    modules = ("ampkernels",)
+    devices = ("cuda",)
+    not_quick = True
+
+    def linear(self, dtype: torch.dtype, direction: str) -> Implementation:
+        if direction != "fwd":
+            raise Unsupported("ampkernels_mm is the plain forward product")
+        import ampkernels as ak
+
+        return Implementation(
+            lambda x, w, b: ak.linear(x, w, accumulate="fp32"), accumulate="fp32", partial=True, note="plain product"
+        )
+
+
 PROVIDERS: dict[str, Provider] = {
     provider.name: provider
     for provider in (
@@ -435,6 +453,7 @@ PROVIDERS: dict[str, Provider] = {
         Compile(),
         Cublas(),
         CublasLt(),
+        OursMm(),
         Liger(),
         Quack(),
         QuackMm(),

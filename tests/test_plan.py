@@ -54,6 +54,14 @@ def test_hopper_splits_k_where_the_tiles_do_not_fill_the_device():
         assert plan.gemm_plan_dict(8192, 8192, 8192, chunk=chunk, arch=90)["split"] == 1
 
 
+def test_few_tiles_with_an_activation_are_not_ping_pong():
+    # Two tiles an SM, one for each warpgroup: no products are left for the last epilogue to run under (docs/gemm.md).
+    few = plan.gemm_plan_dict(4096, 1000, 1000, arch=90, activated=True)
+    assert few["tile"][:2] == (128, 256) and few["split"] == 1
+    many = plan.gemm_plan_dict(16384, 3072, 768, arch=90)
+    assert many["tile"][1] < 256  # and ping-pong, where there are
+
+
 def test_unaligned_operands_are_packed_where_the_products_pay_for_it():
     large = plan.gemm_plan_dict(4095, 4095, 4095, arch=80, aligned=False)
     assert large["pack_a"] and large["pack_b"] and large["aligned"]

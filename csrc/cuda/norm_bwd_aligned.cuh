@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
     char* const weight = rows_shared + shape.weight_at;
     const auto place = [&]<typename P>() {
       Vectors<P, V, K> w;
-      w.template load<Cache::kKeep>(static_cast<const P*>(p.weight.data) + begin, 1, lane, lanes, limit);
+      w.load(static_cast<const P*>(p.weight.data) + begin, 1, lane, lanes, limit);
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         const int j = lane + k * lanes;

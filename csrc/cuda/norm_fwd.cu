@@ -14,6 +14,7 @@
 #include "norm_fwd_flat.cuh"
 #include "norm_fwd_pair.cuh"
 #include "norm_fwd_pipeline.cuh"
+#include "norm_fwd_shifted.cuh"
 #include "norm_fwd_wide.cuh"
 
 namespace ampkernels::cuda {
@@ -24,7 +25,7 @@ template <bool kAligned, typename T, int V, typename C>
 __device__ __forceinline__ void load_parameters(const VectorIn& w, int j, int limit, C (&v)[V]) {
   const auto load = [&]<typename D>() {
     Vectors<D, V, 1> stored;
-    stored.template load_unit_stride<kAligned, Cache::kKeep>(w.data, j, 1, limit);
+    stored.template load_unit_stride<kAligned>(w.data, j, 1, limit);
     stored.get(0, v);
   };
   if (w.dtype == dtype_of<T>::value)
@@ -189,29 +190,25 @@ bool plain(const NormFwdParams& p) {
          (!p.residual.data || (unit_stride_rows(p.residual) && dtype(p.residual.dtype) && p.sum.data &&
                                unit_stride_rows(p.sum) && p.sum.dtype == p.residual.dtype));
 }
+bool on_16(const VectorIn& v) {
+  return reinterpret_cast<uintptr_t>(v.data) % 16 == 0;
+}
 bool aligned(const NormFwdParams& p, int vector) {
-  const auto on_16 = [](const VectorIn& v) { return reinterpret_cast<uintptr_t>(v.data) % 16 == 0; };
   return p.cols % vector == 0 && aligned_rows(p.x) && aligned_rows(p.y) && on_16(p.weight) && on_16(p.bias) &&
          (!p.residual.data || (aligned_rows(p.residual) && aligned_rows(p.sum)));
 }
 
-// Where norm_fwd_aligned is taken: layer_norm, but with a residual in clusters only; rms_norm in warps and clusters,
-// without a residual (docs/rows.md, What set the numbers). `on_16`: what aligned() says.
+// Parameters, all that the op has, and results of the row's own dtype.
 template <typename T>
-bool takes_aligned(const NormFwdParams& p, RowsTier tier, bool on_16) {
+bool own_dtypes(const NormFwdParams& p) {
   const auto own = [](const VectorIn& v) { return v.data && v.dtype == dtype_of<T>::value; };
-  const bool parameters = own(p.weight) && (p.rms ? !p.bias.data : own(p.bias));
-  const bool tiers = p.residual.data ? !p.rms && tier == RowsTier::kCluster : !p.rms || tier != RowsTier::kCta;
-  return on_16 && sizeof(T) == 2 && p.y.dtype == dtype_of<T>::value && parameters && tiers;
+  return p.y.dtype == dtype_of<T>::value && own(p.weight) && (p.rms ? !p.bias.data : own(p.bias));
 }
-// rms_fwd_wide's: rms_norm of long rows in a CTA, without a residual. An SM has held two of them as it is, so few rows
-// are faster so.
-template <typename T>
-bool takes_wide(const NormFwdParams& p, const RowsPlan& plan, bool on_16, int arch) {
-  const bool weight = p.weight.data && p.weight.dtype == dtype_of<T>::value && !p.bias.data;
-  const bool longer = plan.tier == RowsTier::kCta && plan.lanes > kRowsCtaThreads / 2;
-  return arch == 90 && on_16 && p.rms && longer && p.rows > 2 * rows_resident_groups(1) && !p.residual.data &&
-         p.y.dtype == dtype_of<T>::value && weight;
+
+// Where norm_fwd_aligned is taken: layer_norm, but with a residual in clusters only; rms_norm in warps and clusters,
+// without a residual (docs/rows.md, What set the numbers).
+bool takes_aligned(const NormFwdParams& p, RowsTier tier) {
+  return p.residual.data ? !p.rms && tier == RowsTier::kCluster : !p.rms || tier != RowsTier::kCta;
 }
 template <typename T, bool kWhole>
 auto aligned_kernel(const NormFwdParams& p, RowsTier tier) {
@@ -237,25 +234,50 @@ auto flat_kernel(int warps) {
 
 // rms_fwd_pair's: rms_norm of up to 4096 columns, without a residual, every lane whole. In warps only rows that fill
 // every SM twice over: fewer are faster in norm_fwd_aligned.
-template <typename T>
-bool takes_pair(const NormFwdParams& p, const RowsPlan& plan, bool on_16, bool whole, int arch) {
-  const bool weight = p.weight.data && p.weight.dtype == dtype_of<T>::value && !p.bias.data;
+bool takes_pair(const NormFwdParams& p, const RowsPlan& plan, bool whole, int arch) {
   const bool many = plan.tier == RowsTier::kCta || p.rows * plan.lanes > 768 * rows_resident_groups(1);
-  return arch == 90 && on_16 && whole && p.rms && takes_pairs(plan) && many && !p.residual.data &&
-         p.y.dtype == dtype_of<T>::value && weight;
+  return arch == 90 && whole && p.rms && takes_pairs(plan) && many && !p.residual.data;
 }
 
-// Of those, norm_fwd_pipeline's: long rows without a residual, where an SM has the shared memory. The bits are the
-// same; a row takes three turns, so few rows are faster each by itself.
+// norm_fwd_wide's: long rows without a residual, layer_norm in a CTA, rms_norm in clusters of 2 and 4, too. Two of them
+// an SM has held as they are, so few are faster so.
+bool takes_wide(const NormFwdParams& p, const RowsPlan& plan, int arch) {
+  const bool longer = plan.lanes > kRowsCtaThreads / 2 && plan.cluster <= (p.rms ? 4 : 1);
+  return arch == 90 && longer && !p.residual.data && p.rows > 2 * rows_resident_groups(plan.cluster);
+}
+template <typename T>
+auto wide_kernel(const NormFwdParams& p, RowsTier tier) {
+  if (tier == RowsTier::kCluster) return norm_fwd_wide<T, true, TeamKind::kCluster>;
+  return p.rms ? norm_fwd_wide<T, true, TeamKind::kCta> : norm_fwd_wide<T, false, TeamKind::kCta>;
+}
+
+// norm_fwd_pipeline's: the longer ones, at least four to a group. A row takes three turns, so few rows are faster each
+// by itself.
 bool takes_pipeline(const NormFwdParams& p, const RowsPlan& plan, int arch) {
-  const bool longer = p.rms ? plan.cluster > 2 : plan.lanes > kRowsCtaThreads / 2;
-  return !p.residual.data && longer && p.rows >= 4 * rows_resident_groups(plan.cluster) && arch == 90;
+  const bool longer = plan.cluster > (p.rms ? 4 : 1);
+  return arch == 90 && longer && !p.residual.data && p.rows >= 4 * rows_resident_groups(plan.cluster);
 }
 template <typename T, bool kWhole>
-auto pipeline_kernel(const NormFwdParams& p, RowsTier tier) {
-  if (tier == RowsTier::kCta) return norm_fwd_pipeline<T, false, kWhole, TeamKind::kCta>;
-  return p.rms ? norm_fwd_pipeline<T, true, kWhole, TeamKind::kCluster>
-               : norm_fwd_pipeline<T, false, kWhole, TeamKind::kCluster>;
+auto pipeline_kernel(const NormFwdParams& p) {
+  return p.rms ? norm_fwd_pipeline<T, true, kWhole> : norm_fwd_pipeline<T, false, kWhole>;
+}
+
+// norm_fwd_shifted's: rows at any alignment and of any length from a vector on, parameters on 16 bytes.
+template <typename T>
+bool takes_shifted(const NormFwdParams& p) {
+  return p.cols >= kVector<T> && on_16(p.weight) && on_16(p.bias) &&
+         (!p.residual.data || p.residual.dtype == dtype_of<T>::value);
+}
+template <typename T, TeamKind kTeam>
+auto shifted_kernel(const NormFwdParams& p) {
+  if (p.residual.data) return p.rms ? norm_fwd_shifted<T, true, true, kTeam> : norm_fwd_shifted<T, false, true, kTeam>;
+  return p.rms ? norm_fwd_shifted<T, true, false, kTeam> : norm_fwd_shifted<T, false, false, kTeam>;
+}
+template <typename T>
+auto shifted_kernel(const NormFwdParams& p, RowsTier tier) {
+  return tier == RowsTier::kCluster ? shifted_kernel<T, TeamKind::kCluster>(p)
+         : tier == RowsTier::kCta   ? shifted_kernel<T, TeamKind::kCta>(p)
+                                    : shifted_kernel<T, TeamKind::kWarp>(p);
 }
 
 template <typename T, typename O, bool kAligned>
@@ -285,37 +307,37 @@ Status launch_norm_fwd(const NormFwdParams& p, cudaStream_t stream) {
         // Instantiated for what occurs: results of the row's dtype at any alignment, fp32 results of aligned 16-bit
         // rows.
         if (plain<T>(p)) {
-          const bool on_16 = aligned(p, plan.vector);
+          const bool aligned_16 = aligned(p, plan.vector);
           if constexpr (sizeof(T) == 2) {
-            if (takes_wide<T>(p, plan, on_16, device->arch)) {
-              const TeamShape wide = wide_shape(shape);
-              return launch_rows(rms_fwd_wide<T>, device->arch, ctas, wide.lanes, 1, scratch, stream, p, wide);
-            }
-            const bool whole = rows_whole(plan, p.cols);
-            if (takes_pair<T>(p, plan, on_16, whole, device->arch))
+            const bool own = own_dtypes<T>(p), whole = rows_whole(plan, p.cols);
+            if (own && !aligned_16 && takes_shifted<T>(p)) return launch(shifted_kernel<T>(p, plan.tier));
+            if (own && aligned_16 && takes_pair(p, plan, whole, device->arch))
               return with_pair_warps(plan, [&]<int kWarps>() {
                 return launch_pair(rms_fwd_pair<T, kWarps>, kWarps, device->arch, p, shape, stream);
               });
-            if (takes_aligned<T>(p, plan.tier, on_16)) {
-              if (takes_pipeline(p, plan, device->arch)) {
-                const int64_t most = rows_resident_groups(plan.cluster), turns = (p.rows + most - 1) / most;
-                return launch_rows(
-                    whole ? pipeline_kernel<T, true>(p, plan.tier) : pipeline_kernel<T, false>(p, plan.tier),
-                    device->arch, (p.rows + turns - 1) / turns, plan.lanes, plan.cluster,
-                    size_t(pipeline_shared_bytes(shape)), stream, p, shape);
-              }
-              if (takes_flat(p, plan, whole, device->arch)) {
-                const int warps = flat_warps(plan);
-                return launch_rows(flat_kernel<T>(warps), device->arch, ctas, plan.lanes, 1,
-                                   size_t(flat_scratch_bytes(warps)), stream, p, shape);
-              }
-              return launch(whole ? aligned_kernel<T, true>(p, plan.tier) : aligned_kernel<T, false>(p, plan.tier));
+            if (own && aligned_16 && takes_wide(p, plan, device->arch)) {
+              const TeamShape wide = wide_shape(shape);
+              return launch_rows(wide_kernel<T>(p, plan.tier), device->arch, ctas, wide.lanes, plan.cluster, scratch,
+                                 stream, p, wide);
             }
+            if (own && aligned_16 && takes_pipeline(p, plan, device->arch)) {
+              const int64_t most = rows_resident_groups(plan.cluster), turns = (p.rows + most - 1) / most;
+              return launch_rows(whole ? pipeline_kernel<T, true>(p) : pipeline_kernel<T, false>(p), device->arch,
+                                 (p.rows + turns - 1) / turns, plan.lanes, plan.cluster,
+                                 size_t(pipeline_shared_bytes(shape)), stream, p, shape);
+            }
+            if (own && aligned_16 && takes_flat(p, plan, whole, device->arch)) {
+              const int warps = flat_warps(plan);
+              return launch_rows(flat_kernel<T>(warps), device->arch, ctas, plan.lanes, 1,
+                                 size_t(flat_scratch_bytes(warps)), stream, p, shape);
+            }
+            if (own && aligned_16 && takes_aligned(p, plan.tier))
+              return launch(whole ? aligned_kernel<T, true>(p, plan.tier) : aligned_kernel<T, false>(p, plan.tier));
           }
           if (p.y.dtype == dtype_of<T>::value)
-            return launch(on_16 ? plain_kernel<T, T, true>(p) : plain_kernel<T, T, false>(p));
+            return launch(aligned_16 ? plain_kernel<T, T, true>(p) : plain_kernel<T, T, false>(p));
           if constexpr (sizeof(T) == 2)
-            if (on_16) return launch(plain_kernel<T, float, true>(p));
+            if (aligned_16) return launch(plain_kernel<T, float, true>(p));
         }
         return launch(p.rms ? norm_fwd_resident<T, true> : norm_fwd_resident<T, false>);
       }

@@ -20,7 +20,7 @@ __device__ __forceinline__ Pack<T, V> load_own_parameters(const VectorIn& w, uin
   Pack<T, V> pack;
 #pragma unroll
   for (int i = 0; i < Pack<T, V>::kWords; ++i) pack.w[i] = 0;
-  if (exists) load_unit<16, Cache::kKeep>(pack.w, static_cast<const char*>(w.data) + j * 16u);
+  if (exists) load_unit<16>(pack.w, static_cast<const char*>(w.data) + j * 16u);
   return pack;
 }
 
@@ -59,8 +59,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, kResidual || kTeam != TeamKin
       if (exists(k))
 #pragma unroll
         for (int u = 0; u < kBytes / U; ++u)
-          load_unit<U, Cache::kStream>(v.pack[k].w + u * (U / 4),
-                                       at + uint32_t(first + k * step) * uint32_t(kBytes) + u * U);
+          load_unit<U>(v.pack[k].w + u * (U / 4), at + uint32_t(first + k * step) * uint32_t(kBytes) + u * U);
     }
   };
   load(p.x, x);

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(32 * kWarps, 32 / kWarps)
     Vectors<T, V, K> x;
     const char* const from = aligned_row(p.x, row, sizeof(T)) + uint32_t(lane) * 16u;
 #pragma unroll
-    for (int k = 0; k < K; ++k) load_unit<16, Cache::kStream>(x.pack[k].w, from + uint32_t(k * step) * 16u);
+    for (int k = 0; k < K; ++k) load_unit<16>(x.pack[k].w, from + uint32_t(k * step) * 16u);
 #pragma unroll
     for (int k = 0; k < K; ++k) x.get(k, s[k]);
     if (scale != C(1))

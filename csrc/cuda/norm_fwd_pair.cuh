@@ -24,10 +24,10 @@ __global__ void __launch_bounds__(PairTeam<kWarps>::kThreads, 1536 / PairTeam<kW
   const int64_t row = Pairs::kOneRow ? blockIdx.x : int64_t(blockIdx.x) * shape.rows_per_cta + team.slot;
   const int first = team.first(), step = team.lanes;
   const bool active = Pairs::kOneRow || row < p.rows;
-  const auto load = [&]<Cache kCache>(const char* from, int k, Pack<T, V>& pack) {
+  const auto load = [&](const char* from, int k, Pack<T, V>& pack) {
 #pragma unroll
     for (int w = 0; w < V / 2; ++w) pack.w[w] = 0;
-    if (active) load_unit<16, kCache>(pack.w, from + uint32_t(first + k * step) * 16u);
+    if (active) load_unit<16>(pack.w, from + uint32_t(first + k * step) * 16u);
   };
 
   C s[K][V], scale = 1, squares = 0;
@@ -35,8 +35,7 @@ __global__ void __launch_bounds__(PairTeam<kWarps>::kThreads, 1536 / PairTeam<kW
   while (true) {
     Vectors<T, V, K> x;
 #pragma unroll
-    for (int k = 0; k < K; ++k)
-      load.template operator()<Cache::kStream>(aligned_row(p.x, row, sizeof(T)), k, x.pack[k]);
+    for (int k = 0; k < K; ++k) load(aligned_row(p.x, row, sizeof(T)), k, x.pack[k]);
     C sums[K] = {0, 0};
 #pragma unroll
     for (int k = 0; k < K; ++k) {
@@ -61,7 +60,7 @@ __global__ void __launch_bounds__(PairTeam<kWarps>::kThreads, 1536 / PairTeam<kW
 #pragma unroll
   for (int k = 0; k < K; ++k) {
     Pack<T, V> weight, out;
-    load.template operator()<Cache::kKeep>(static_cast<const char*>(p.weight.data), k, weight);
+    load(static_cast<const char*>(p.weight.data), k, weight);
     C h[V];
     stats.normalize(s[k], h);
 #pragma unroll

@@ -1,12 +1,12 @@
-// norm forward of long 16-bit rows that lie on 16 bytes, one behind the other through the same lanes. Rounding points
-// are norm_fwd.cu's.
+// norm forward of 16-bit rows that lie on 16 bytes and take a cluster, one behind the other through the same lanes.
+// Rounding points are norm_fwd.cu's.
 //
 // In turn t every lane sums row t; takes the deviations of row t - 1, whose mean has come in, and sums those (rms has
 // no such step); sends all to every warp of the row in one message; and while that is under way finishes row t - 2. So
 // a warp never waits for a barrier, or for the latency of a cluster, but for what was sent half a turn ago; the rows to
 // come are copied meanwhile; and a CTA keeps its place in the row, and so its parameters, in registers: from L2 they
-// are twice the bytes of the row. (The latter decides: with more rows on an SM, each by itself, layer_norm was slower
-// than this at 16384 columns and beyond, and rms_norm in clusters of 4 and more.)
+// are twice the bytes of the row. (The latter decides: with more rows on an SM, each by itself, layer_norm in clusters
+// was slower than this, and rms_norm in clusters of 8 and more.)
 //
 // Layout. The lanes, vectors and cluster of the plan, as in Team, and the same order of every sum: the same bits. A row
 // stays in shared memory as it was stored, from its copy to its end. A lane reads what it has copied itself, so that
@@ -18,10 +18,8 @@
 namespace ampkernels::cuda {
 namespace {
 
-// Rows in shared memory: those in turns, and those on their way. More of them in clusters made it slower.
-constexpr int pipeline_stages(int cluster) {
-  return cluster == 1 ? 6 : 4;
-}
+// Rows in shared memory: those in turns, and those on their way. Six made it slower.
+constexpr int kPipelineStages = 4;
 // Two mbarriers, then [phase][warp of the row's cluster] messages of up to 16 bytes.
 constexpr int kExchangeBarrierBytes = 16;
 constexpr int exchange_bytes(const TeamShape& shape) {
@@ -31,12 +29,12 @@ constexpr int pipeline_ring_at(const TeamShape& shape) {
   return exchange_bytes(shape) + team_scratch_bytes(shape, sizeof(float));
 }
 constexpr int pipeline_shared_bytes(const TeamShape& shape) {
-  return pipeline_ring_at(shape) + pipeline_stages(shape.cluster) * kRowsVectorsPerThread * shape.lanes * 16;
+  return pipeline_ring_at(shape) + kPipelineStages * kRowsVectorsPerThread * shape.lanes * 16;
 }
 
 // What the warps of a row tell each other in a turn: N partial sums in one message. Turns alternate between two
 // buffers: who sends in turn t + 1 has heard of turn t from all, who had then read what came in turn t - 1.
-template <int N, TeamKind kTeam>
+template <int N>
 struct Exchange {
   static constexpr uint32_t kBytes = N == 1 ? 4 : 16;
   int lane, warps, cluster;
@@ -44,20 +42,18 @@ struct Exchange {
   uint32_t to, to_barrier;  // of this warp's, in the CTA that this lane sends to
 
   __device__ __forceinline__ explicit Exchange(const TeamShape& shape, int rank)
-      : lane(int(threadIdx.x) & 31), cluster(kTeam == TeamKind::kCluster ? shape.cluster : 1) {
+      : lane(int(threadIdx.x) & 31), cluster(shape.cluster) {
     warps = (shape.lanes >> 5) * cluster;
-    if (threadIdx.x < 2) mbarrier_init(barrier(int(threadIdx.x)), kTeam == TeamKind::kCluster ? 1 : warps);
+    if (threadIdx.x < 2) mbarrier_init(barrier(int(threadIdx.x)));
     at = shared_address(rows_shared) + kExchangeBarrierBytes;
     to = at + uint32_t(rank * (shape.lanes >> 5) + (int(threadIdx.x) >> 5)) * kBytes;
     to_barrier = shared_address(barrier(0));
     __syncthreads();
-    if constexpr (kTeam == TeamKind::kCluster) {
-      const int other = lane < cluster ? lane : 0;
-      to = remote_shared_address(to, other);
-      to_barrier = remote_shared_address(to_barrier, other);
-      cluster_arrive_relaxed();
-      cluster_wait();
-    }
+    const int other = lane < cluster ? lane : 0;
+    to = remote_shared_address(to, other);
+    to_barrier = remote_shared_address(to_barrier, other);
+    cluster_arrive_relaxed();
+    cluster_wait();
   }
   __device__ __forceinline__ uint64_t* barrier(int phase) const {
     return reinterpret_cast<uint64_t*>(rows_shared) + phase;
@@ -73,19 +69,11 @@ struct Exchange {
   }
   __device__ __forceinline__ void send(int turn, float (&v)[N]) const {
     butterfly(v);
-    if constexpr (kTeam == TeamKind::kCluster) {
-      if (threadIdx.x == 0) mbarrier_expect(barrier(turn & 1), warps * int(kBytes));
-      if (lane < cluster) send_remote_shared(to + phase_bytes(turn), to_barrier + uint32_t(turn & 1) * 8, v);
-    } else if (lane == 0) {
-      store_shared(to + phase_bytes(turn), v);
-      mbarrier_arrive(barrier(turn & 1));
-    }
+    if (threadIdx.x == 0) mbarrier_expect(barrier(turn & 1), warps * int(kBytes));
+    if (lane < cluster) send_remote_shared(to + phase_bytes(turn), to_barrier + uint32_t(turn & 1) * 8, v);
   }
   __device__ __forceinline__ void receive(int turn, float (&v)[N]) const {
-    if constexpr (kTeam == TeamKind::kCluster)
-      mbarrier_wait_cluster(barrier(turn & 1), turn >> 1 & 1);
-    else
-      mbarrier_wait(barrier(turn & 1), turn >> 1 & 1);
+    mbarrier_wait_cluster(barrier(turn & 1), turn >> 1 & 1);
     const uint32_t from = at + phase_bytes(turn);
 #pragma unroll
     for (int n = 0; n < N; ++n) v[n] = 0;
@@ -142,7 +130,7 @@ struct RowRing {
     Pack<T, V> pack;
 #pragma unroll
     for (int i = 0; i < Pack<T, V>::kWords; ++i) pack.w[i] = 0;
-    if (exists(k)) load_unit<16, Cache::kKeep>(pack.w, static_cast<const char*>(m.data) + offset + uint32_t(k) * hop);
+    if (exists(k)) load_unit<16>(pack.w, static_cast<const char*>(m.data) + offset + uint32_t(k) * hop);
 #pragma unroll
     for (int e = 0; e < V; ++e) v[e] = to_compute<float>(pack.element(e));
   }
@@ -162,22 +150,21 @@ __device__ __noinline__ void rows_again(const NormFwdParams& p, const TeamShape&
 }
 
 // Parameters of the row's own dtype. Row r belongs to group r modulo their number, which shapes no sum.
-template <typename T, bool kRms, bool kWhole, TeamKind kTeam>
+template <typename T, bool kRms, bool kWhole>
 __global__ void __launch_bounds__(kRowsCtaThreads, 1)
     norm_fwd_pipeline(const __grid_constant__ NormFwdParams p, const __grid_constant__ TeamShape shape) {
 #if __CUDA_ARCH__ == 900  // where it was timed
   using C = float;
   constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
-  constexpr int kStages = pipeline_stages(kTeam == TeamKind::kCluster ? 2 : 1);
+  constexpr int kStages = kPipelineStages;
   constexpr int kBehind = kRms ? 1 : 2;  // turns from a row's first sum to its end
   constexpr int N = kRms ? 1 : 3;        // rms: squares; else the sum, and of the row before the squares and deviations
   constexpr int kSquares = kRms ? 0 : 1;
   grid_launch_dependents();
   grid_dependency_wait();
 
-  const int cluster = kTeam == TeamKind::kCluster ? shape.cluster : 1;
-  const int rank = kTeam == TeamKind::kCluster ? cluster_rank() : 0;
-  const Exchange<N, kTeam> exchange(shape, rank);
+  const int cluster = shape.cluster, rank = cluster_rank();
+  const Exchange<N> exchange(shape, rank);
   const RowRing<T, kWhole, kStages> ring(shape, rank, int(p.cols) / V);
   const int64_t group = row_group_index(cluster), groups = gridDim.x / uint32_t(cluster);
   const int count = int((p.rows - group + groups - 1) / groups);

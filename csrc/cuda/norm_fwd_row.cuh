@@ -73,7 +73,7 @@ __device__ __forceinline__ void with_parameters(const VectorIn& w, int64_t begin
   const char* at = static_cast<const char*>(w.data) + begin * w.stride * element_size(w.dtype);
   const auto fast = [&]<typename D>() {
     Vectors<D, V, K> v;
-    v.template load<Cache::kKeep>(at, w.stride, first, step, limit);
+    v.load(at, w.stride, first, step, limit);
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       C a[V];
@@ -125,8 +125,8 @@ __device__ __forceinline__ bool overflowed(C squares) {  // or NaN, which the se
 
 // Loads a row by load(s), takes its statistics, and leaves its deviations from the mean in s (for rms: itself), scaled
 // if the squares overflow otherwise: then the row is loaded again.
-template <bool kRms, int K, int V, typename C, typename Load>
-__device__ __forceinline__ Statistics<C> row_statistics(const NormFwdParams& p, Team<C>& team, C inverse, int first,
+template <bool kRms, int K, int V, typename C, typename AnyTeam, typename Load>
+__device__ __forceinline__ Statistics<C> row_statistics(const NormFwdParams& p, AnyTeam& team, C inverse, int first,
                                                         int step, int limit, C (&s)[K][V], Load&& load) {
   C scale = 1;
 #pragma unroll 1

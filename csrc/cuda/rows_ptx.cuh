@@ -33,17 +33,11 @@ __device__ __forceinline__ int64_t row_group_index(int cluster) {
     asm("mov.u32 %0, %%ctaid.x;" : "=r"(id));
   return id;
 }
-__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals = 1) {  // per phase
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier) {  // for one arrival a phase
 #if __CUDA_ARCH__ >= 900
   asm volatile(
-      "mbarrier.init.shared::cta.b64 [%0], %1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(shared_address(barrier)),
-      "r"(arrivals)
+      "mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(shared_address(barrier))
       : "memory");
-#endif
-}
-__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {  // and what this thread has written before
-#if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 #endif
 }
 __device__ __forceinline__ void mbarrier_expect(uint64_t* barrier, int bytes) {
@@ -124,15 +118,6 @@ __device__ __forceinline__ void send_remote_shared(uint32_t to, uint32_t barrier
                  : "memory");
 #endif
 }
-// The same to this CTA's own shared memory: an st.async takes a launch with clusters.
-template <int N>
-__device__ __forceinline__ void store_shared(uint32_t to, const float (&v)[N]) {
-  static_assert(N == 1 || N == 3);
-  if constexpr (N == 1)
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(v[0]) : "memory");
-  else
-    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %3};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]) : "memory");
-}
 // One word, or four.
 template <typename W, int N>
 __device__ __forceinline__ void load_shared(uint32_t from, W (&w)[N]) {
@@ -148,20 +133,12 @@ __device__ __forceinline__ void load_shared(uint32_t from, W (&w)[N]) {
   for (int i = 0; i < N; ++i) w[i] = bit_cast<W>(v[i]);
 }
 
-// An aligned unit of U bytes. Rows are read once: they do not displace the weights and masks in L1 (kStream).
-enum class Cache { kStream, kKeep };
-
-template <int U, Cache kCache>
+// An aligned unit of U bytes. Plain loads: with L1::no_allocate the same kernels take 3 to 9 % longer on an H200
+// (docs/rows.md), with .cs no less.
+template <int U>
 __device__ __forceinline__ void load_unit(uint32_t* w, const char* p) {
   if constexpr (U == 16) {
-    if constexpr (kCache == Cache::kStream)
-      asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-                   : "l"(p));
-    else
-      asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-                   : "l"(p));
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(p));
   } else if constexpr (U == 8) {
     asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(p));
   } else {

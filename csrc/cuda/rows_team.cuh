@@ -198,42 +198,58 @@ struct WideTeam : Team<C, false, kTeam> {
     this->stride = plan_warps * this->cluster;
   }
 
-  // The sum over the plan's lanes of v, this thread's two.
-  __device__ __forceinline__ C sum(C (&v)[2]) {
+  // total[n]: the sum over the plan's lanes of v[n], this thread's two.
+  template <int N>
+  __device__ __forceinline__ void sum(const C (&v)[N][2], C (&total)[N]) {
     const int l = this->lane & 31, own = this->lanes >> 5, warp = this->lane >> 5, all = this->stride;
-    const bool second = warp + own < plan_warps;
+    const bool second = warp + own < plan_warps, upper = l & 16;
     C* const base = this->values() + (this->round & 1) * 2 * all;
     C* const mine = base + this->rank * plan_warps + warp;
-    C half = this->halves(v, Sum{});
-    this->butterfly(half, Sum{});
+#pragma unroll
+    for (int n = 0; n < N; ++n) {  // a half of the warp for each of the two
+      total[n] = this->halves(v[n], Sum{});
+      this->butterfly(total[n], Sum{});
+    }
     if (this->in_cta()) {
-      if (l == 0) mine[0] = half;
-      if (l == 16 && second) mine[own] = half;
+      if ((l & 15) == 0 && (second || !upper))
+#pragma unroll
+        for (int n = 0; n < N; ++n) mine[n * all + (upper ? own : 0)] = total[n];
       this->sync();
-      half = (l & 15) < all ? base[l & 15] : C(0);
+#pragma unroll
+      for (int n = 0; n < N; ++n) total[n] = (l & 15) < all ? base[n * all + (l & 15)] : C(0);
     } else {
-      this->join(half, v);
       if (this->round == 0) cluster_wait();
       uint64_t* const arrived = this->barrier(this->round & 1);
-      if (this->lane == 0) mbarrier_expect(arrived, all * int(sizeof(C)));
-      if (l < this->cluster) {
-        store_remote_shared(mine, arrived, l, v[0]);
-        if (second) store_remote_shared(mine + own, arrived, l, v[1]);
+      if (this->lane == 0) mbarrier_expect(arrived, all * N * int(sizeof(C)));
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        C two[2];
+        this->join(total[n], two);
+        if (l < this->cluster) {
+          store_remote_shared(mine + n * all, arrived, l, two[0]);
+          if (second) store_remote_shared(mine + n * all + own, arrived, l, two[1]);
+        }
       }
       mbarrier_wait_cluster(arrived, this->round >> 1 & 1);
-      C sum = 0;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        C sum = 0;
 #pragma unroll 1
-      for (int i = l; i < all; i += 32) sum += base[i];
-      half = sum + __shfl_xor_sync(0xffffffffu, sum, 16);
+        for (int i = l; i < all; i += 32) sum += base[n * all + i];
+        total[n] = sum + __shfl_xor_sync(0xffffffffu, sum, 16);
+      }
     }
-    this->butterfly(half, Sum{});
+#pragma unroll
+    for (int n = 0; n < N; ++n) this->butterfly(total[n], Sum{});
     ++this->round;
-    return half;
   }
 };
+constexpr int wide_lanes(int plan_lanes) {
+  return (plan_lanes / 32 + 1) / 2 * 32;
+}
 inline TeamShape wide_shape(TeamShape shape) {  // with the plan's scratch
   shape.plan_lanes = shape.lanes;
-  shape.lanes = (shape.lanes / 32 + 1) / 2 * 32;
+  shape.lanes = wide_lanes(shape.lanes);
   return shape;
 }
 

@@ -128,6 +128,38 @@ __device__ __forceinline__ uint32_t misalignment(const void* p, int unit) {
   return uint32_t(reinterpret_cast<uintptr_t>(p)) & uint32_t(unit - 1);
 }
 
+// The first `bytes` of a unit of 16 and zeros, by words and a half.
+__device__ __forceinline__ void load_part(uint32_t (&w)[4], const char* unit, int bytes) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    w[i] = bytes >= 4 * i + 4   ? *reinterpret_cast<const uint32_t*>(unit + 4 * i)
+           : bytes >= 4 * i + 2 ? *reinterpret_cast<const uint16_t*>(unit + 4 * i)
+                                : 0;
+}
+
+// Calls f.template operator()<S>() with the whole words in `bytes`, 0 to 16.
+template <typename F>
+__device__ __forceinline__ void with_words(int bytes, F&& f) {
+  if (bytes < 8)
+    bytes < 4 ? f.template operator()<0>() : f.template operator()<1>();
+  else if (bytes < 16)
+    bytes < 12 ? f.template operator()<2>() : f.template operator()<3>();
+  else
+    f.template operator()<4>();
+}
+// The 16 bytes that begin S words, and half a word where `half`, into low and high. As funnel, in a third of the
+// instructions where a branch has told S apart.
+template <int S>
+__device__ __forceinline__ void cut(uint32_t (&out)[4], const uint32_t (&low)[4], const uint32_t (&high)[4],
+                                    bool half) {
+  const auto word = [&](int i) { return i < 4 ? low[i] : i < 8 ? high[i - 4] : 0; };
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) words[i] = __funnelshift_r(word(i + S), word(i + S + 1), half ? 16 : 0);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) out[i] = words[i];
+}
+
 // K vectors of a row, as stored.
 template <typename D, int V, int K>
 struct Vectors {
@@ -137,10 +169,11 @@ struct Vectors {
 
   // Vectors first, first + step, ... of the row at `row`, of which `limit` elements exist (0 past them).
   // keep: bit k clear skips vector k.
-  template <Cache kCache = Cache::kStream>
   __device__ __forceinline__ void load(const void* row, int64_t stride, int first, int step, int limit,
                                        uint32_t keep = ~0u) {
     const char* p = static_cast<const char*>(row);
+    if constexpr (B == 16)
+      if (stride == 1) return load_cut(p, first, step, limit, keep);
     uint32_t shift = 0;
     int whole = 0;  // vectors [0, whole) can be read in units that do not pass the end
     if constexpr (B >= 4) {
@@ -158,7 +191,7 @@ struct Vectors {
       if constexpr (B >= 4)
         if (first + k * step < whole && (keep >> k & 1))
 #pragma unroll
-          for (int u = 0; u < kUnits; ++u) load_unit<U, kCache>(pack[k].w + u * (U / 4), at + k * hop + u * U);
+          for (int u = 0; u < kUnits; ++u) load_unit<U>(pack[k].w + u * (U / 4), at + k * hop + u * U);
     }
     if constexpr (B >= 4) {
       if (shift) shift_in(at + B, hop, first, step, whole, keep, shift);
@@ -167,7 +200,6 @@ struct Vectors {
   }
 
   // The same for a unit-stride row that begins on 16 bytes and is a whole number of vectors long.
-  template <Cache kCache = Cache::kStream>
   __device__ __forceinline__ void load_aligned(const void* row, int first, int step, int vectors) {
     const char* at = static_cast<const char*>(row) + int64_t(first) * B;
 #pragma unroll
@@ -176,7 +208,7 @@ struct Vectors {
       for (int i = 0; i < P::kWords; ++i) pack[k].w[i] = 0;
       if (first + k * step < vectors)
 #pragma unroll
-        for (int u = 0; u < kUnits; ++u) load_unit<U, kCache>(pack[k].w + u * (U / 4), at + k * step * B + u * U);
+        for (int u = 0; u < kUnits; ++u) load_unit<U>(pack[k].w + u * (U / 4), at + k * step * B + u * U);
     }
   }
 
@@ -199,12 +231,12 @@ struct Vectors {
     }
   }
 
-  template <bool kAligned, Cache kCache = Cache::kStream>
+  template <bool kAligned>
   __device__ __forceinline__ void load_unit_stride(const void* row, int first, int step, int limit) {
     if constexpr (kAligned)
-      load_aligned<kCache>(row, first, step, (limit + V - 1) / V);
+      load_aligned(row, first, step, (limit + V - 1) / V);
     else
-      load<kCache>(row, 1, first, step, limit);
+      load(row, 1, first, step, limit);
   }
 
   // Makes what was widened from the words before be widened again rather than kept, which would take twice the
@@ -223,6 +255,57 @@ struct Vectors {
   }
 
  private:
+  // Vectors of 16 bytes of a unit-stride row: no branch between the loads, but for the unit in which a row ends, of
+  // which one or two lanes have need: it is read in words. The units after the vectors are other lanes': in L1 by now,
+  // or soon.
+  __device__ __forceinline__ void load_cut(const char* row, int first, int step, int limit, uint32_t keep) {
+    const int shift = int(misalignment(row, 16)), bytes = limit > 0 ? shift + limit * int(sizeof(D)) : 0;
+    const int whole = bytes / 16, rest = bytes % 16;  // units that do not pass the end
+    const char* const at = row - shift;
+    uint32_t next[K][4];
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) pack[k].w[i] = next[k][i] = 0;
+    if (whole > 0) {
+#pragma unroll
+      for (int k = 0; k < K; ++k)
+        if (keep >> k & 1) load_unit<16>(pack[k].w, at + uint32_t(min(first + k * step, whole - 1)) * 16u);
+      if (shift)
+#pragma unroll
+        for (int k = 0; k < K; ++k)
+          if (keep >> k & 1) load_unit<16>(next[k], at + uint32_t(min(first + k * step + 1, whole - 1)) * 16u);
+    }
+    bool end = false;
+#pragma unroll
+    for (int k = 0; k < K; ++k) end |= (keep >> k & 1) && uint32_t(whole - first - k * step) < 2u;
+    if (end && rest) {
+      uint32_t part[4];
+      load_part(part, at + whole * 16, rest);
+#pragma unroll
+      for (int k = 0; k < K; ++k)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const bool here = keep >> k & 1;
+          pack[k].w[i] = here && first + k * step == whole ? part[i] : pack[k].w[i];
+          next[k][i] = here && first + k * step + 1 == whole ? part[i] : next[k][i];
+        }
+    }
+    if (shift)
+      with_words(shift, [&]<int S>() {
+#pragma unroll
+        for (int k = 0; k < K; ++k) cut<S>(pack[k].w, pack[k].w, next[k], shift & 2);
+      });
+    if ((first + (K - 1) * step + 1) * V > limit)  // what follows the row in its units
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        const int here = limit * int(sizeof(D)) - (first + k * step) * 16;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          pack[k].w[i] = here >= 4 * i + 4 ? pack[k].w[i] : here == 4 * i + 2 ? pack[k].w[i] & 0xffffu : 0;
+      }
+  }
+
   // The unit after each vector is another lane's: in L1 by now, or soon.
   __device__ __forceinline__ void shift_in(const char* after, int64_t hop, int first, int step, int whole,
                                            uint32_t keep, uint32_t shift) {
@@ -234,8 +317,7 @@ struct Vectors {
       for (int i = 0; i < kBatch; ++i) {
 #pragma unroll
         for (int w = 0; w < W; ++w) next[i][w] = 0;
-        if (first + (k0 + i) * step < whole && (keep >> (k0 + i) & 1))
-          load_unit<U, Cache::kKeep>(next[i], after + (k0 + i) * hop);
+        if (first + (k0 + i) * step < whole && (keep >> (k0 + i) & 1)) load_unit<U>(next[i], after + (k0 + i) * hop);
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i)
@@ -334,23 +416,95 @@ __device__ __forceinline__ void store_vector(char* row, int64_t stride, int j, i
   }
 }
 
-// Rounds K vectors of a row once, to `dtype`, and writes them: compute(k, v) makes each when its turn comes. All lanes
-// of a warp call it together.
+// K vectors of 16 bytes of a unit-stride row, as stored; otherwise as store_vector. Units are cut out of this lane's
+// vector and the one of the lane before.
+template <typename O, int K>
+__device__ __forceinline__ void store_cut(char* row, int first, int step, int limit, int lane, int lanes,
+                                          const Pack<O, 16 / int(sizeof(O))> (&v)[K]) {
+  const auto here = [&](int k) { return limit * int(sizeof(O)) - (first + k * step) * 16; };  // bytes from vector k on
+  const auto store = [](char* to, auto value) { *reinterpret_cast<decltype(value)*>(to) = value; };
+  const int shift = int(misalignment(row, 16)), hop = step * 16;
+  char* const at = row - shift + int64_t(first) * 16;
+  if (!__any_sync(0xffffffffu, shift != 0)) {
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+      if (here(k) >= 16) store_unit<16>(at + k * hop, v[k].w);
+  } else {
+    uint32_t before[K][4];
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) before[k][i] = __shfl_up_sync(0xffffffffu, v[k].w[i], 1);
+    // Whether the vector before, or after, is another warp's, or none's.
+    const bool begins = (lane & 31) == 0, ends = (lane & 31) == 31 || lane + 1 == lanes, half = shift & 2;
+    with_words(16 - shift, [&]<int S>() {  // of a vector, in the unit in which it begins
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        if (here(k) < 16) continue;
+        char* const unit = at + k * hop;
+        uint32_t out[4];
+        cut<S>(out, before[k], v[k].w, half);
+        if (S == 4 || !begins) {
+          store_unit<16>(unit, out);
+        } else {
+          if (half) store(unit + (3 - S) * 4 + 2, uint16_t(out[3 - S] >> 16));
+#pragma unroll
+          for (int i = 4 - S; i < 4; ++i) store(unit + i * 4, out[i]);
+        }
+        if (S < 4 && (ends || here(k) < 32)) {
+          const uint32_t none[4] = {};
+          cut<S>(out, v[k].w, none, half);
+#pragma unroll
+          for (int i = 0; i < 3 - S; ++i) store(unit + 16 + i * 4, out[i]);
+          if (half)
+            store(unit + 16 + (3 - S) * 4, uint16_t(out[3 - S]));
+          else
+            store(unit + 16 + (3 - S) * 4, out[3 - S]);
+        }
+      }
+    });
+  }
+#pragma unroll
+  for (int k = 0; k < K; ++k)
+    if (here(k) > 0 && here(k) < 16)
+#pragma unroll
+      for (int e = 0; e < 16 / int(sizeof(O)); ++e)
+        if (e * int(sizeof(O)) < here(k)) store(at + shift + k * hop + e * int(sizeof(O)), v[k].element(e));
+}
+
+// Rounds K vectors of a row once, to O, and writes them: compute(k, v) makes each when its turn comes. All lanes of a
+// warp call it together.
+template <typename O, int V, int K, typename C, typename Compute>
+__device__ __forceinline__ void store_rounded(char* row, int64_t stride, int first, int step, int limit, int lane,
+                                              int lanes, Compute&& compute) {
+  using P = Pack<O, V>;
+  if constexpr (P::kBytes == 16)
+    if (stride == 1 && lanes > 1) {
+      P all[K];
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        C v[V];
+        compute(k, v);
+        all[k].round_from(v);
+      }
+      return store_cut<O, K>(row, first, step, limit, lane, lanes, all);
+    }
+  const bool shifted = __any_sync(0xffffffffu, stride == 1 && misalignment(row, P::kUnit) != 0);
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    C v[V];
+    compute(k, v);
+    store_vector<O, V>(row, stride, first + k * step, limit, lane, lanes, shifted, v);
+  }
+}
+
+// The same to a run-time dtype.
 template <typename T, int V, int K, typename Compute>
 __device__ __forceinline__ void store_computed(char* row, DType dtype, int64_t stride, int first, int step, int limit,
                                                int lane, int lanes, Compute&& compute) {
   using C = compute_t<T>;
   with_dtype<T>(
-      dtype,
-      [&]<typename O>() {
-        const bool shifted = __any_sync(0xffffffffu, stride == 1 && misalignment(row, Pack<O, V>::kUnit) != 0);
-#pragma unroll
-        for (int k = 0; k < K; ++k) {
-          C v[V];
-          compute(k, v);
-          store_vector<O, V>(row, stride, first + k * step, limit, lane, lanes, shifted, v);
-        }
-      },
+      dtype, [&]<typename O>() { store_rounded<O, V, K, C>(row, stride, first, step, limit, lane, lanes, compute); },
       [&] {
         C v[K][V];
 #pragma unroll
@@ -374,21 +528,17 @@ __device__ __forceinline__ void store_unit_stride(char* row, int first, int step
                                                   Compute&& compute) {
   using P = Pack<O, V>;
   constexpr int B = P::kBytes, U = P::kUnit;
-  const bool shifted = kAligned ? false : __any_sync(0xffffffffu, misalignment(row, U) != 0);
+  if constexpr (!kAligned) return store_rounded<O, V, K, C>(row, 1, first, step, limit, lane, step, compute);
   char* at = row + int64_t(first) * B;
 #pragma unroll
   for (int k = 0; k < K; ++k) {
     C v[V];
     compute(k, v);
-    if constexpr (kAligned) {
-      P own;
-      own.round_from(v);
-      if ((first + k * step) * V < limit)
+    P own;
+    own.round_from(v);
+    if ((first + k * step) * V < limit)
 #pragma unroll
-        for (int u = 0; u < B / U; ++u) store_unit<U>(at + k * step * B + u * U, own.w + u * (U / 4));
-    } else {
-      store_vector<O, V>(row, 1, first + k * step, limit, lane, step, shifted, v);
-    }
+      for (int u = 0; u < B / U; ++u) store_unit<U>(at + k * step * B + u * U, own.w + u * (U / 4));
   }
 }
 

@@ -60,7 +60,7 @@ __device__ __forceinline__ void store_gradient(const SoftmaxBwdParams& p, char* 
 // Unit-stride rows: the common case, and few instructions beside the arithmetic. kAligned: rows on 16 bytes, of whole
 // vectors.
 template <typename T, typename O, bool kLog, bool kAligned>
-__global__ void __launch_bounds__(kRowsCtaThreads, kAligned ? 2 : 1)
+__global__ void __launch_bounds__(kRowsCtaThreads, 2)
     softmax_bwd_plain(const __grid_constant__ SoftmaxBwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
   constexpr int V = kVector<T>, K = kRowsVectorsPerThread;

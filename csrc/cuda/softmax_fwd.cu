@@ -59,7 +59,7 @@ __device__ __forceinline__ C load_scores(const SoftmaxFwdParams& p, int64_t row,
         for (int e = 0; e < V; ++e) s[k][e] = 0;
     } else if (p.mask.dtype == DType::kBool) {
       Vectors<uint8_t, V, K> m;
-      m.template load<Cache::kKeep>(mask, p.mask.col_stride, first, step, limit);
+      m.load(mask, p.mask.col_stride, first, step, limit);
       keep = 0;
 #pragma unroll
       for (int k = 0; k < K; ++k) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ C load_scores(const SoftmaxFwdParams& p, int64_t row,
           p.mask.dtype,
           [&]<typename D>() {
             Vectors<D, V, K> m;
-            m.template load<Cache::kKeep>(mask, p.mask.col_stride, first, step, limit);
+            m.load(mask, p.mask.col_stride, first, step, limit);
 #pragma unroll
             for (int k = 0; k < K; ++k) m.get(k, s[k]);
           },
@@ -176,7 +176,7 @@ struct Finish {
 // Unit-stride rows without a mask: the common case, and few instructions beside the arithmetic. kAligned: rows on 16
 // bytes, of whole vectors.
 template <typename T, typename O, bool kLog, bool kAligned>
-__global__ void __launch_bounds__(kRowsCtaThreads, kAligned ? 2 : 1)
+__global__ void __launch_bounds__(kRowsCtaThreads, 2)
     softmax_fwd_plain(const __grid_constant__ SoftmaxFwdParams p, const TeamShape shape) {
   using C = compute_t<T>;
   constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads / 2, kTeam == TeamKind::kClust
     for (int k = 0; k < K; ++k) {
 #pragma unroll
       for (int w = 0; w < V / 2; ++w) x[i].pack[k].w[w] = kMinusInfinityPair<T>;
-      if (exists(i, k)) load_unit<16, Cache::kStream>(x[i].pack[k].w, from + uint32_t(vector(i, k)) * 16u);
+      if (exists(i, k)) load_unit<16>(x[i].pack[k].w, from + uint32_t(vector(i, k)) * 16u);
     }
   Pack<T, 2> top;
   top.w[0] = kMinusInfinityPair<T>;
@@ -291,16 +291,17 @@ __global__ void __launch_bounds__(kRowsCtaThreads / 2, kTeam == TeamKind::kClust
       for (int e = 0; e < V; ++e) s[e] = row_exp.coarse(s[e]);
     }
   };
-  C sums[2] = {0, 0};
+  C sums[1][2] = {}, sum[1];
 #pragma unroll
   for (int i = 0; i < 2; ++i)
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       C s[V];
       exponential(i, k, s);
-      sums[i] += tree(s, Sum{});
+      sums[0][i] += tree(s, Sum{});
     }
-  const C sum = team.sum(sums), factor = kLog ? ::log(sum) : C(1) / sum;
+  team.sum(sums, sum);
+  const C factor = kLog ? ::log(sum[0]) : C(1) / sum[0];
   x[0].forget(shape.zero);
   x[1].forget(shape.zero);
   first ^= int(shape.zero);  // nor is any place in the row kept, of which one was spilled

@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(PairTeam<kWarps>::kThreads,
   for (int k = 0; k < K; ++k) {
 #pragma unroll
     for (int w = 0; w < V / 2; ++w) x.pack[k].w[w] = kMinusInfinityPair<T>;
-    if (exists(k)) load_unit<16, Cache::kStream>(x.pack[k].w, from + uint32_t(k * step) * 16u);
+    if (exists(k)) load_unit<16>(x.pack[k].w, from + uint32_t(k * step) * 16u);
   }
   Pack<T, 2> top;
   top.w[0] = kMinusInfinityPair<T>;

@@ -61,15 +61,18 @@ constexpr TileCost tile_cost(TileSm90 tile) {
   }
 }
 
-// Cycles of one tile; `sums`: of one range of K.
-inline double tile_cycles(TileSm90 tile, int64_t k_blocks, double activations, bool sums) {
+// Cycles of `waves` tiles, one after the other on an SM; `sums`: of one range of K.
+inline double tile_cycles(TileSm90 tile, int64_t waves, int64_t k_blocks, double activations, bool sums) {
   const TileShape shape = tile_shape(tile);
   const TileCost cost = tile_cost(tile);
   const double area = double(shape.m) * shape.n;
   const double products = double(k_blocks) * area / 32 / cost.reached;
   const double epilogue = area * (sums ? kCostOfSums : cost.plain + activations * (cost.activated - cost.plain));
-  // A ping-pong epilogue runs under the other tile's products; longer than they are, it holds both up.
-  return shape.schedule == Schedule::kPingpong ? std::max(products, (products + epilogue) / 2) : products + epilogue;
+  if (shape.schedule == Schedule::kCooperative) return double(waves) * (products + epilogue);
+  // A ping-pong epilogue runs under the other warpgroup's products. Longer than they are, it holds both up, two tiles
+  // at a time; the last one's is bare.
+  if (epilogue <= products) return double(waves) * products + epilogue;
+  return double((waves + 1) / 2) * (products + epilogue) + (waves % 2 == 0 ? products : 0);
 }
 
 // Cycles of adding the sums of `splits` ranges: a second launch, and 8 bytes an element and range through L2.
@@ -93,8 +96,8 @@ inline GemmSm90Plan plan_gemm_sm90(const GemmParams& p, int sms) {
     const int64_t tiles = ((p.m + shape.m - 1) / shape.m) * ((n_out + out_n - 1) / out_n);
     const int64_t splits = (k_blocks + blocks - 1) / blocks;
     const int64_t waves = (tiles * splits + sms - 1) / sms;
-    const double cost = double(waves) * tile_cycles(tile, blocks, activations, splits > 1) +
-                        reduce_cycles(double(p.m) * double(p.n), splits);
+    const double cost =
+        tile_cycles(tile, waves, blocks, activations, splits > 1) + reduce_cycles(double(p.m) * double(p.n), splits);
     if (best != 0 && cost >= best) return;
     best = cost;
     plan.tile = tile;
