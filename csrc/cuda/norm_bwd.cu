@@ -3,17 +3,19 @@
 //
 // Layout. Resident tiers: persistent CTAs. A CTA holds `slots` groups of lanes; each takes every R-th row, R = all
 // slots of the grid, and keeps the sums of its columns in registers over all of its rows. Rows of s and dy arrive in a
-// ring of stages, as they lie in memory, by bulk copies (aligned rows, from 9.0 on) or by cp.async (16-byte units,
-// whatever the row's alignment), and are read from shared memory twice, so a row costs no registers while it is in
-// flight. Weights are widened once into shared memory. The number of row groups and which rows each adds depend on
-// (rows, cols, dtypes) and the architecture only: slots of a CTA are added in order, then CTAs in order, by a second
-// kernel of one pass over partials that are still in L2. Streaming tier: dx by a CTA per row, the column sums by a
-// second reading. Synchronisation. One barrier per row for both means; one more where lanes read units that other lanes
-// copied (rows off 16 bytes, or no whole number of vectors). Rounding points. d = s - mean, h = d * rstd; dy * weight;
-// the sums (fp32, or fp64 for fp64 s) and the row's two means; g - mean(g), one fma with h, the product with rstd, plus
-// dsum; then dx once to its dtype, and dweight, dbias once to theirs.
+// ring of stages, as they lie in memory, by bulk copies (from 9.0 on: aligned rows, and 16-bit rows at any alignment)
+// or by cp.async (16-byte units, whatever the row's alignment), and are read from shared memory twice, so a row costs
+// no registers while it is in flight (16-bit rows off 16 bytes: once). Weights are widened once into shared memory. The
+// number of row groups and which rows each adds depend on (rows, cols, dtypes) and the architecture only: slots of a
+// CTA are added in order, then CTAs in order, by a second kernel of one pass over partials that are still in L2.
+// Streaming tier: dx by a CTA per row, the column sums by a second reading. Synchronisation. One barrier per row for
+// both means; one more where lanes read units that other lanes copied by cp.async (rows off 16 bytes, or no whole
+// number of vectors). Rounding points. d = s - mean, h = d * rstd; dy * weight; the sums (fp32, or fp64 for fp64 s) and
+// the row's two means; g - mean(g), one fma with h, the product with rstd, plus dsum; then dx once to its dtype, and
+// dweight, dbias once to theirs.
 #include "norm_bwd_aligned.cuh"
 #include "norm_bwd_resident.cuh"
+#include "norm_bwd_shifted.cuh"
 #include "norm_bwd_streaming.cuh"
 
 namespace ampkernels::cuda {
@@ -86,6 +88,24 @@ auto aligned_kernel(bool rms, RowsTier tier) {
              : norm_bwd_aligned<T, W, false, kDsum, TeamKind::kCta>;
 }
 
+// 16-bit rows of T at any alignment and of any length. One lane has all of a row of up to 32 columns, in no whole
+// units.
+template <typename T>
+bool takes_shifted(const NormBwdParams& p, const RowsPlan& plan) {
+  const auto mine = [](const auto& m) { return unit_stride_rows(m) && m.dtype == dtype_of<T>::value; };
+  return plan.stages > 1 && plan.lanes > 1 && p.rows < 1 << 30 && mine(p.s) && mine(p.dy) &&
+         (!p.dx.data || mine(p.dx)) && !p.dsum.data;
+}
+
+template <typename T>
+auto shifted_kernel(bool rms, RowsTier tier) {
+  if (tier == RowsTier::kCluster)
+    return rms ? norm_bwd_shifted<T, true, TeamKind::kCluster> : norm_bwd_shifted<T, false, TeamKind::kCluster>;
+  if (tier == RowsTier::kCta)
+    return rms ? norm_bwd_shifted<T, true, TeamKind::kCta> : norm_bwd_shifted<T, false, TeamKind::kCta>;
+  return rms ? norm_bwd_shifted<T, true, TeamKind::kWarp> : norm_bwd_shifted<T, false, TeamKind::kWarp>;
+}
+
 template <typename T>
 Status launch_streaming_dx(const NormBwdParams& p, const RowsPlan& plan, int arch, cudaStream_t stream) {
   const TeamShape shape{plan.lanes, 1, 1, 1.0 / double(p.cols)};
@@ -132,16 +152,24 @@ Status launch_norm_bwd(const NormBwdParams& p, cudaStream_t stream) {
       BwdShape shape;
       shape.team = team_shape(plan, p.cols);
       shape.groups = groups;
+      shape.step = groups * plan.rows_per_cta;
       shape.stages = plan.stages;
       shape.s_bytes = int(elements * s_size + 32);
       shape.dy_bytes = int(elements * dy_size + 32);
       const int64_t stage_bytes = norm_bwd_stage_bytes(plan, s_size, dy_size);
       const int64_t scratch_bytes = team_scratch_bytes(shape.team, sizeof(C));
       int64_t weight_bytes = norm_bwd_weight_bytes(plan, sizeof(C));
-      // 16-bit rows on 16 bytes: weights as they are stored, where that makes room for a third stage.
-      bool fast = false, stored = false;
+      // 16-bit rows on 16 bytes: weights as they are stored, where that makes room for a third stage. Off 16 bytes:
+      // statistics beside the barriers, dx after them, and a stage less where they leave no room for it.
+      bool fast = false, stored = false, off = false;
+      int64_t out_bytes = 0;
       if constexpr (sizeof(T) == 2) {
         fast = arch >= 90 && aligned<T, T>(p, plan);
+        // layer_norm from 8192 columns on is faster off 16 bytes than on them: two stages suffice (docs/rows.md).
+        const bool longer = !p.rms && plan.lanes >= kRowsCtaThreads / 2;
+        off = arch >= 90 && (!fast || longer) && takes_shifted<T>(p, plan);
+        fast = fast && !off;
+        if (off) out_bytes = shifted_out_bytes(plan);
         stored = fast && plan.stages == 2 && p.weight.data && p.weight.stride == 1 &&
                  p.weight.dtype == dtype_of<T>::value &&
                  3 * (stage_bytes + plan.rows_per_cta * 8) + weight_bytes / 2 + scratch_bytes <= rows_max_shared(arch);
@@ -150,13 +178,19 @@ Status launch_norm_bwd(const NormBwdParams& p, cudaStream_t stream) {
         shape.stages = 3;
         weight_bytes /= 2;
       }
+      if (off)
+        while (shape.stages * (stage_bytes + plan.rows_per_cta * 16) + weight_bytes + scratch_bytes + out_bytes >
+               rows_max_shared(arch))
+          --shape.stages;
       const int64_t ring = shape.stages * stage_bytes;
       const int64_t merge =
           plan.rows_per_cta * elements * int64_t(sizeof(C));  // the slots' sums, after the ring's time
       shape.weight_at = int(std::max(ring, merge));
       shape.scratch_at = int(shape.weight_at + weight_bytes);
       shape.barriers_at = int(shape.scratch_at + scratch_bytes);
-      const size_t shared = size_t(shape.barriers_at) + size_t(plan.rows_per_cta * shape.stages) * 8;
+      shape.statistics_at = shape.barriers_at + plan.rows_per_cta * shape.stages * 8;
+      shape.out_at = shape.statistics_at + (off ? plan.rows_per_cta * shape.stages * 8 : 0);
+      const size_t shared = size_t(shape.out_at + out_bytes);
       const auto launch = [&](auto kernel) {
         return launch_rows(kernel, arch, groups, plan.cta_threads(), plan.cluster, shared, stream, p, shape);
       };
@@ -167,6 +201,8 @@ Status launch_norm_bwd(const NormBwdParams& p, cudaStream_t stream) {
         else if (fast)
           status = launch(p.dsum.data ? aligned_kernel<T, float, true>(p.rms, plan.tier)
                                       : aligned_kernel<T, float, false>(p.rms, plan.tier));
+        else if (off)
+          status = launch(shifted_kernel<T>(p.rms, plan.tier));
         else
           status = plan.vectors_per_thread == 2 ? launch(resident_kernel<T, float>(p, plan))
                                                 : launch(resident_kernel<T, T>(p, plan));

@@ -71,40 +71,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
 
   // Weights, while the first rows are on their way.
   const C offset = kRms ? C(p.weight_offset) : C(0);
-  if (team.slot == 0) {
-    char* const weight = rows_shared + shape.weight_at;
-    const auto place = [&]<typename P>() {
-      Vectors<P, V, K> w;
-      w.load(static_cast<const P*>(p.weight.data) + begin, 1, lane, lanes, limit);
-#pragma unroll
-      for (int k = 0; k < K; ++k) {
-        const int j = lane + k * lanes;
-        if constexpr (kUnits == 1) {
-          *reinterpret_cast<uint4*>(weight + j * 16) = *reinterpret_cast<const uint4*>(w.pack[k].w);
-        } else {
-          C v[V];
-          w.get(k, v);
-#pragma unroll
-          for (int e = 0; e < V; ++e)
-            reinterpret_cast<C*>(weight + (e / 4 * lanes * K + j) * 16)[e % 4] = v[e] + offset;
-        }
-      }
-    };
-    if constexpr (kUnits == 1) {
-      place.template operator()<W>();
-    } else if (p.weight.data && p.weight.stride == 1 && p.weight.dtype == dtype_of<T>::value) {
-      place.template operator()<T>();
-    } else if (p.weight.data && p.weight.stride == 1 && p.weight.dtype == dtype_of<Paired<T>>::value) {
-      place.template operator()<Paired<T>>();
-    } else {
-      for (int c = lane; c < segment; c += lanes) {
-        C w = c < limit ? C(1) : C(0);
-        if (p.weight.data && c < limit)
-          w = load_as<C>(p.weight.data, p.weight.dtype, (begin + c) * p.weight.stride) + offset;
-        reinterpret_cast<C*>(weight + (c % V / 4 * lanes * K + c / V) * 16)[c % 4] = w;
-      }
-    }
-  }
+  if (team.slot == 0) place_weights<T, W>(p, shape, begin, limit, offset, lane, lanes);
   __syncthreads();
 
   C dweight[K][V], dbias[kRms ? 1 : K][V];
@@ -143,16 +110,18 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
       s_at = first, dy_at = first + shape.s_bytes;
       w_at = shared_address(rows_shared) + shape.weight_at + lane * 16;
     };
-    const auto read = [&](C(&d)[V], C(&dy)[V], C(&w)[V]) {
+    const auto read = [&](int k, C(&d)[V], C(&dy)[V], C(&w)[V]) {
       here(s_at), here(dy_at), here(w_at);
       const Pack<T, V> s = read_shared<T, V>(s_at, 16);
       const Pack<T, V> g = read_shared<T, V>(dy_at, 16);
       const Pack<W, V> weights = read_shared<W, V>(w_at, lanes * K * 16);
       s_at += lanes * 16, dy_at += lanes * 16, w_at += lanes * 16;
+      // What does not exist has no deviation: a large one, times rstd, would be infinite, and times 0 NaN.
+      const C center = (lane + k * lanes) * V < limit ? mean : C(0);
 #pragma unroll
       for (int e = 0; e < V; ++e) {
         d[e] = to_compute<C>(s.element(e));
-        if constexpr (!kRms) d[e] -= mean;
+        if constexpr (!kRms) d[e] -= center;
         dy[e] = to_compute<C>(g.element(e));
         w[e] = to_compute<C>(weights.element(e));
         if constexpr (kRms && kUnits == 1) w[e] += offset;
@@ -169,7 +138,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         C d[V], dy[V], w[V], gd = 0, gm = 0;
-        read(d, dy, w);
+        read(k, d, dy, w);
 #pragma unroll
         for (int e = 0; e < V; ++e) {
           const C h = d[e] * rstd, g = dy[e] * w[e];
@@ -203,7 +172,7 @@ __global__ void __launch_bounds__(kRowsCtaThreads, 1)
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       C d[V], dy[V], w[V];
-      read(d, dy, w);
+      read(k, d, dy, w);
 #pragma unroll
       for (int e = 0; e < V; ++e) {
         const C g = dy[e] * w[e];

@@ -10,17 +10,25 @@ namespace {
 struct BwdShape {
   TeamShape team;
   int groups;  // CTAs (clusters) that add rows
+  int step;    // the slots of all of them
   int stages;
   int s_bytes;  // of one slot and stage
   int dy_bytes;
   int weight_at;  // offsets into shared memory
   int scratch_at;
   int barriers_at;
+  int out_at;  // these two norm_bwd_shifted's
+  int statistics_at;
 };
 
 // cp_async_16 without its L2 hint, which has not been timed here. Zeroes the rest of 16 bytes.
 __device__ __forceinline__ void copy_unit(uint32_t to, const char* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+// 4 bytes into shared memory.
+__device__ __forceinline__ void copy_word(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
 // `count` elements of a row into shared memory: unit-stride rows as they lie, beginning at the 16-byte unit that holds
@@ -102,7 +110,8 @@ __device__ __forceinline__ Pack<D, V> read_shared(uint32_t at, int hop) {
   return pack;
 }
 // Keeps a value from being computed ahead of its use, for which there are no registers.
-[[maybe_unused]] __device__ __forceinline__ void here(uint32_t& v) {
+template <typename I>
+[[maybe_unused]] __device__ __forceinline__ void here(I& v) {
   asm volatile("" : "+r"(v));
 }
 
@@ -123,6 +132,46 @@ __device__ __forceinline__ void add_vector(const RowsIn& m, const char* row, int
 #pragma unroll
     for (int e = 0; e < V; ++e) v[e] += a[0][e];
   });
+}
+
+// The weights of this CTA's columns, with `offset`, into shared memory: in fp32, 16-byte unit u of vector j at
+// u * (vectors of the segment) + j; or, where W is T, as stored, without it. All lanes of a row call it.
+template <typename T, typename W>
+__device__ __forceinline__ void place_weights(const NormBwdParams& p, const BwdShape& shape, int64_t begin, int limit,
+                                              float offset, int lane, int lanes) {
+  using C = float;
+  constexpr int V = kVector<T>, K = kRowsVectorsPerThread;
+  char* const weight = rows_shared + shape.weight_at;
+  const auto place = [&]<typename P>() {
+    Vectors<P, V, K> w;
+    w.load(static_cast<const P*>(p.weight.data) + begin, 1, lane, lanes, limit);
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      const int j = lane + k * lanes;
+      if constexpr (sizeof(W) == 2) {
+        *reinterpret_cast<uint4*>(weight + j * 16) = *reinterpret_cast<const uint4*>(w.pack[k].w);
+      } else {
+        C v[V];
+        w.get(k, v);
+#pragma unroll
+        for (int e = 0; e < V; ++e) reinterpret_cast<C*>(weight + (e / 4 * lanes * K + j) * 16)[e % 4] = v[e] + offset;
+      }
+    }
+  };
+  if constexpr (sizeof(W) == 2) {
+    place.template operator()<W>();
+  } else if (p.weight.data && p.weight.stride == 1 && p.weight.dtype == dtype_of<T>::value) {
+    place.template operator()<T>();
+  } else if (p.weight.data && p.weight.stride == 1 && p.weight.dtype == dtype_of<Paired<T>>::value) {
+    place.template operator()<Paired<T>>();
+  } else {
+    for (int c = lane; c < lanes * K * V; c += lanes) {
+      C w = c < limit ? C(1) : C(0);
+      if (p.weight.data && c < limit)
+        w = load_as<C>(p.weight.data, p.weight.dtype, (begin + c) * p.weight.stride) + offset;
+      reinterpret_cast<C*>(weight + (c % V / 4 * lanes * K + c / V) * 16)[c % 4] = w;
+    }
+  }
 }
 
 // Adds the slots' sums of this CTA's columns, in order, into the group's place in the workspace.

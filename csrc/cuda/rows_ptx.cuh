@@ -33,10 +33,11 @@ __device__ __forceinline__ int64_t row_group_index(int cluster) {
     asm("mov.u32 %0, %%ctaid.x;" : "=r"(id));
   return id;
 }
-__device__ __forceinline__ void mbarrier_init(uint64_t* barrier) {  // for one arrival a phase
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals = 1) {  // per phase
 #if __CUDA_ARCH__ >= 900
   asm volatile(
-      "mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(shared_address(barrier))
+      "mbarrier.init.shared::cta.b64 [%0], %1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(shared_address(barrier)),
+      "r"(arrivals)
       : "memory");
 #endif
 }
@@ -67,6 +68,18 @@ __device__ __forceinline__ void mbarrier_wait_cluster(uint64_t* barrier, int par
           "r"(shared_address(barrier)),
       "r"(parity)
       : "memory");
+#endif
+}
+// Arrives when this thread's cp.asyncs have: one of the arrivals that mbarrier_init was told.
+__device__ __forceinline__ void cp_async_arrive(uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+#endif
+}
+// What this thread has seen in shared memory comes before the bulk copies that it starts from here on.
+__device__ __forceinline__ void fence_proxy_async() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 // `bytes` (a multiple of 16) into shared memory, counted on `barrier`.
@@ -118,13 +131,15 @@ __device__ __forceinline__ void send_remote_shared(uint32_t to, uint32_t barrier
                  : "memory");
 #endif
 }
-// One word, or four.
+// One word, two or four.
 template <typename W, int N>
 __device__ __forceinline__ void load_shared(uint32_t from, W (&w)[N]) {
-  static_assert(sizeof(W) == 4 && (N == 1 || N == 4));
+  static_assert(sizeof(W) == 4 && (N == 1 || N == 2 || N == 4));
   uint32_t v[N];
   if constexpr (N == 1)
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[0]) : "r"(from));
+  else if constexpr (N == 2)
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(from));
   else
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])

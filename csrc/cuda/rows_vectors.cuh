@@ -137,15 +137,15 @@ __device__ __forceinline__ void load_part(uint32_t (&w)[4], const char* unit, in
                                 : 0;
 }
 
-// Calls f.template operator()<S>() with the whole words in `bytes`, 0 to 16.
-template <typename F>
+// Calls f.template operator()<S>() with the whole words S in `bytes`, S <= kMost, which is 3 or 4.
+template <int kMost, typename F>
 __device__ __forceinline__ void with_words(int bytes, F&& f) {
+  if constexpr (kMost == 4)
+    if (bytes >= 16) return f.template operator()<4>();
   if (bytes < 8)
     bytes < 4 ? f.template operator()<0>() : f.template operator()<1>();
-  else if (bytes < 16)
-    bytes < 12 ? f.template operator()<2>() : f.template operator()<3>();
   else
-    f.template operator()<4>();
+    bytes < 12 ? f.template operator()<2>() : f.template operator()<3>();
 }
 // The 16 bytes that begin S words, and half a word where `half`, into low and high. As funnel, in a third of the
 // instructions where a branch has told S apart.
@@ -292,7 +292,7 @@ struct Vectors {
         }
     }
     if (shift)
-      with_words(shift, [&]<int S>() {
+      with_words<3>(shift, [&]<int S>() {
 #pragma unroll
         for (int k = 0; k < K; ++k) cut<S>(pack[k].w, pack[k].w, next[k], shift & 2);
       });
@@ -437,7 +437,7 @@ __device__ __forceinline__ void store_cut(char* row, int first, int step, int li
       for (int i = 0; i < 4; ++i) before[k][i] = __shfl_up_sync(0xffffffffu, v[k].w[i], 1);
     // Whether the vector before, or after, is another warp's, or none's.
     const bool begins = (lane & 31) == 0, ends = (lane & 31) == 31 || lane + 1 == lanes, half = shift & 2;
-    with_words(16 - shift, [&]<int S>() {  // of a vector, in the unit in which it begins
+    with_words<4>(16 - shift, [&]<int S>() {  // of a vector, in the unit in which it begins
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         if (here(k) < 16) continue;
