@@ -295,12 +295,12 @@ def _rows_ahead(op: str, device: str, arch: int, dtype: torch.dtype, cols: int) 
     """The same for softmax and norms."""
     if device != "cuda" or arch != 90 or dtype not in _16_BIT or cols > 131072:
         return []
-    ahead = ["QuACK, torch.compile or Liger are up to 1.13 times as fast in forward (h200/providers-rows.csv)"]
+    if op == "log_softmax":
+        return []
     if op == "softmax":
-        ahead.append("QuACK or Liger are up to 1.1 times as fast in backward (h200/rows.csv)")
-    elif op == "layer_norm" and cols % 8:
-        ahead.append("eager is 1.07 times as fast in backward at 4095 columns (h200/layouts.csv)")
-    return ahead
+        return ["Liger is 1.02 times as fast in forward at 8192 columns (h200/providers-rows.csv)"]
+    times = "1.12" if op == "layer_norm" else "1.06"
+    return [f"QuACK or torch.compile are up to {times} times as fast in forward (h200/providers-rows.csv)"]
 
 
 def _operand(tensor: Tensor, dtype: torch.dtype) -> tuple[bool, bool]:
