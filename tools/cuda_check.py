@@ -3,7 +3,7 @@
     python tools/cuda_check.py [--arch 9.0a] [--all] [--jobs 2] [FILE.cu ...]
 
 Fails on any compiler warning, on wgmma instructions that ptxas serialises (C7508, C7510, ...), on register spills and
-on local memory, except as reviewed, with a reason, in csrc/cuda/reviewed_local_memory.txt. Prints one line for each
+on local memory, except as reviewed, with a reason, in tools/reviewed_local_memory.txt. Prints one line for each
 kernel template and architecture: instances, registers, shared and local memory (--all: a line for each instance).
 
 No GPU and no torch; a machine without nvcc passes, saying so. Results are kept in build/cuda-check under a digest of
@@ -30,7 +30,7 @@ from build_support import NVCC_FLAGS, Toolkit, arch_number, find_toolkit, gencod
 
 ROOT = Path(__file__).resolve().parent.parent
 ARCHS = ("8.0", "9.0a", "10.0", "12.0")
-REVIEWED = "csrc/cuda/reviewed_local_memory.txt"
+REVIEWED = "tools/reviewed_local_memory.txt"
 # torch's own defaults for extensions, so that what is checked is what is built.
 FLAGS = [
     *NVCC_FLAGS,

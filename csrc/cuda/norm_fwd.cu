@@ -2,7 +2,7 @@
 // + offset); the sum, the mean and rstd as asked for.
 //
 // Layout. Resident tiers: the row of s in registers, in the compute type (rows_common.cuh), rms_fwd_pair with two
-// threads to a lane; norm_fwd_aligned in clusters and rms_fwd_wide: as it was stored; norm_fwd_pipeline: so in shared
+// threads to a lane; norm_fwd_wide, and norm_fwd_aligned in clusters: as it was stored; norm_fwd_pipeline: so in shared
 // memory. Streaming tier: one CTA per row, read once for the mean, once for the deviations, once for the result.
 // Statistics. Two passes over the row: the mean, then the deviations from it and their squares. The mean of the
 // deviations corrects the rounding of the first mean, so a row whose mean is 10^4 times its deviation loses nothing. If
