@@ -8,8 +8,8 @@
 //
 // Alignment. Memory is always accessed in aligned units (16 bytes, or less where a vector is less). A vector that
 // starts off a unit is cut out of two neighbouring units with funnel shifts; on the way out, lanes pass the bytes that
-// belong to a neighbour's unit by shuffle, and only the ends of a warp's stretch are written in parts. The unit in which
-// a row ends is read and written in parts, too, so nothing past the end of a tensor is touched.
+// belong to a neighbour's unit by shuffle, and only the ends of a warp's stretch are written in parts. The unit in
+// which a row ends is read and written in parts, too, so nothing past the end of a tensor is touched.
 #pragma once
 
 #include <cmath>
