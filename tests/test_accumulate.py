@@ -284,6 +284,7 @@ def test_explain_says_where_a_library_was_faster_and_which_result_shows_it():
     fp16 = ak.Accumulate(torch.float16)
     assert explain._gemm_ahead("cuda", 90, torch.float16, 256, 4096, fp16, None) == []  # not measured
     assert explain._rows_ahead("softmax", "cpu", 0, bf16, 4096) == []
+    assert explain._rows_ahead("log_softmax", "cuda", 90, bf16, 4096) == []  # no peer's measured
     x, w = torch.ones(1, 64).bfloat16(), torch.ones(8, 64).bfloat16()
     assert "faster      eager takes 0.9" in str(ak.explain("linear", x, w))
 

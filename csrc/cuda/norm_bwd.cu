@@ -159,17 +159,17 @@ Status launch_norm_bwd(const NormBwdParams& p, cudaStream_t stream) {
       const int64_t stage_bytes = norm_bwd_stage_bytes(plan, s_size, dy_size);
       const int64_t scratch_bytes = team_scratch_bytes(shape.team, sizeof(C));
       int64_t weight_bytes = norm_bwd_weight_bytes(plan, sizeof(C));
-      // 16-bit rows on 16 bytes: weights as they are stored, where that makes room for a third stage. Off 16 bytes:
+      // norm_bwd_aligned: weights as they are stored, where that makes room for a third stage. norm_bwd_shifted:
       // statistics beside the barriers, dx after them, and a stage less where they leave no room for it.
-      bool fast = false, stored = false, off = false;
+      bool fast = false, stored = false, shifted = false;
       int64_t out_bytes = 0;
       if constexpr (sizeof(T) == 2) {
         fast = arch >= 90 && aligned<T, T>(p, plan);
-        // layer_norm from 8192 columns on is faster off 16 bytes than on them: two stages suffice (docs/rows.md).
+        // On 16 bytes, too, layer_norm of 8192 columns and more is faster by norm_bwd_shifted (docs/rows.md).
         const bool longer = !p.rms && plan.lanes >= kRowsCtaThreads / 2;
-        off = arch >= 90 && (!fast || longer) && takes_shifted<T>(p, plan);
-        fast = fast && !off;
-        if (off) out_bytes = shifted_out_bytes(plan);
+        shifted = arch >= 90 && (!fast || longer) && takes_shifted<T>(p, plan);
+        fast = fast && !shifted;
+        if (shifted) out_bytes = shifted_out_bytes(plan);
         stored = fast && plan.stages == 2 && p.weight.data && p.weight.stride == 1 &&
                  p.weight.dtype == dtype_of<T>::value &&
                  3 * (stage_bytes + plan.rows_per_cta * 8) + weight_bytes / 2 + scratch_bytes <= rows_max_shared(arch);
@@ -178,7 +178,7 @@ Status launch_norm_bwd(const NormBwdParams& p, cudaStream_t stream) {
         shape.stages = 3;
         weight_bytes /= 2;
       }
-      if (off)
+      if (shifted)
         while (shape.stages * (stage_bytes + plan.rows_per_cta * 16) + weight_bytes + scratch_bytes + out_bytes >
                rows_max_shared(arch))
           --shape.stages;
@@ -189,7 +189,7 @@ Status launch_norm_bwd(const NormBwdParams& p, cudaStream_t stream) {
       shape.scratch_at = int(shape.weight_at + weight_bytes);
       shape.barriers_at = int(shape.scratch_at + scratch_bytes);
       shape.statistics_at = shape.barriers_at + plan.rows_per_cta * shape.stages * 8;
-      shape.out_at = shape.statistics_at + (off ? plan.rows_per_cta * shape.stages * 8 : 0);
+      shape.out_at = shape.statistics_at + (shifted ? plan.rows_per_cta * shape.stages * 8 : 0);
       const size_t shared = size_t(shape.out_at + out_bytes);
       const auto launch = [&](auto kernel) {
         return launch_rows(kernel, arch, groups, plan.cta_threads(), plan.cluster, shared, stream, p, shape);
@@ -201,7 +201,7 @@ Status launch_norm_bwd(const NormBwdParams& p, cudaStream_t stream) {
         else if (fast)
           status = launch(p.dsum.data ? aligned_kernel<T, float, true>(p.rms, plan.tier)
                                       : aligned_kernel<T, float, false>(p.rms, plan.tier));
-        else if (off)
+        else if (shifted)
           status = launch(shifted_kernel<T>(p.rms, plan.tier));
         else
           status = plan.vectors_per_thread == 2 ? launch(resident_kernel<T, float>(p, plan))

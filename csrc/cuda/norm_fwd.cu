@@ -309,29 +309,29 @@ Status launch_norm_fwd(const NormFwdParams& p, cudaStream_t stream) {
         if (plain<T>(p)) {
           const bool aligned_16 = aligned(p, plan.vector);
           if constexpr (sizeof(T) == 2) {
-            const bool own = own_dtypes<T>(p), whole = rows_whole(plan, p.cols);
+            const bool own = own_dtypes<T>(p), fast = own && aligned_16, whole = rows_whole(plan, p.cols);
             if (own && !aligned_16 && takes_shifted<T>(p)) return launch(shifted_kernel<T>(p, plan.tier));
-            if (own && aligned_16 && takes_pair(p, plan, whole, device->arch))
+            if (fast && takes_pair(p, plan, whole, device->arch))
               return with_pair_warps(plan, [&]<int kWarps>() {
                 return launch_pair(rms_fwd_pair<T, kWarps>, kWarps, device->arch, p, shape, stream);
               });
-            if (own && aligned_16 && takes_wide(p, plan, device->arch)) {
+            if (fast && takes_wide(p, plan, device->arch)) {
               const TeamShape wide = wide_shape(shape);
               return launch_rows(wide_kernel<T>(p, plan.tier), device->arch, ctas, wide.lanes, plan.cluster, scratch,
                                  stream, p, wide);
             }
-            if (own && aligned_16 && takes_pipeline(p, plan, device->arch)) {
+            if (fast && takes_pipeline(p, plan, device->arch)) {
               const int64_t most = rows_resident_groups(plan.cluster), turns = (p.rows + most - 1) / most;
               return launch_rows(whole ? pipeline_kernel<T, true>(p) : pipeline_kernel<T, false>(p), device->arch,
                                  (p.rows + turns - 1) / turns, plan.lanes, plan.cluster,
                                  size_t(pipeline_shared_bytes(shape)), stream, p, shape);
             }
-            if (own && aligned_16 && takes_flat(p, plan, whole, device->arch)) {
+            if (fast && takes_flat(p, plan, whole, device->arch)) {
               const int warps = flat_warps(plan);
               return launch_rows(flat_kernel<T>(warps), device->arch, ctas, plan.lanes, 1,
                                  size_t(flat_scratch_bytes(warps)), stream, p, shape);
             }
-            if (own && aligned_16 && takes_aligned(p, plan.tier))
+            if (fast && takes_aligned(p, plan.tier))
               return launch(whole ? aligned_kernel<T, true>(p, plan.tier) : aligned_kernel<T, false>(p, plan.tier));
           }
           if (p.y.dtype == dtype_of<T>::value)

@@ -148,8 +148,8 @@ __device__ __forceinline__ void load_shared(uint32_t from, W (&w)[N]) {
   for (int i = 0; i < N; ++i) w[i] = bit_cast<W>(v[i]);
 }
 
-// An aligned unit of U bytes. Plain loads: with L1::no_allocate the same kernels take 3 to 9 % longer on an H200
-// (docs/rows.md), with .cs no less.
+// An aligned unit of U bytes. Plain loads: with L1::no_allocate, or with .cs, the same kernels take 3 to 9 % longer
+// on an H200 (docs/rows.md).
 template <int U>
 __device__ __forceinline__ void load_unit(uint32_t* w, const char* p) {
   if constexpr (U == 16) {

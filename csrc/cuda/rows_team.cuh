@@ -244,12 +244,9 @@ struct WideTeam : Team<C, false, kTeam> {
     ++this->round;
   }
 };
-constexpr int wide_lanes(int plan_lanes) {
-  return (plan_lanes / 32 + 1) / 2 * 32;
-}
 inline TeamShape wide_shape(TeamShape shape) {  // with the plan's scratch
   shape.plan_lanes = shape.lanes;
-  shape.lanes = wide_lanes(shape.lanes);
+  shape.lanes = (shape.lanes / 32 + 1) / 2 * 32;
   return shape;
 }
 
