@@ -269,20 +269,22 @@ def test_explain_says_where_a_library_was_faster_and_which_result_shows_it():
     explain = importlib.import_module("ampkernels.explain")  # the module, not the function
     bf16, plain, chunked = torch.bfloat16, ak.Accumulate(), ak.Accumulate(chunk=512)
     cases = [
-        explain._gemm_ahead("cpu", 0, bf16, 1, 768, plain, None),
+        explain._gemm_ahead("cpu", 0, bf16, (1, 768, 768), plain, None),
         *([text] for op in ("softmax", "layer_norm") for text in explain._rows_ahead(op, "cuda", 90, bf16, 4095)),
     ]
-    cases += [explain._gemm_ahead("cuda", 90, bf16, m, 768, plain, "gelu_tanh") for m in (256, 4096)]
-    cases += [explain._gemm_ahead("cuda", 90, bf16, m, 4096, chunked, None) for m in (256, 4096)]
-    cases += [explain._gemm_ahead("cuda", 90, bf16, 16, 14336, ak.Accumulate(chunk=128), None)]
+    cases += [explain._gemm_ahead("cuda", 90, bf16, (m, 3072, 768), plain, "gelu_tanh") for m in (256, 4096)]
+    cases += [explain._gemm_ahead("cuda", 90, bf16, (m, 1000, 1000), plain, "gelu") for m in (512, 4096)]
+    cases += [explain._gemm_ahead("cuda", 90, bf16, (m, 4096, 4096), chunked, None) for m in (256, 4096)]
+    cases += [explain._gemm_ahead("cuda", 90, bf16, (16, 4096, 14336), ak.Accumulate(chunk=128), None)]
     for policy in (ak.Accumulate(torch.float16), ak.Accumulate(torch.float16, 128)):
-        cases += [explain._gemm_ahead("cuda", 90, torch.float16, m, 4096, policy, None) for m in (64, 4096)]
+        cases += [explain._gemm_ahead("cuda", 90, torch.float16, (m, 4096, 4096), policy, None) for m in (64, 4096)]
     results = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
     for (text,) in cases:
         assert (results / re.search(r"\((\S+\.csv)\)", text)[1]).is_file()
-    assert explain._gemm_ahead("cuda", 90, bf16, 8192, 4096, plain, "gelu_tanh") == []
+    assert explain._gemm_ahead("cuda", 90, bf16, (8192, 4096, 4096), plain, "gelu_tanh") == []
+    assert explain._gemm_ahead("cuda", 90, bf16, (2048, 2048, 2048), plain, "gelu") == []
     fp16 = ak.Accumulate(torch.float16)
-    assert explain._gemm_ahead("cuda", 90, torch.float16, 256, 4096, fp16, None) == []  # not measured
+    assert explain._gemm_ahead("cuda", 90, torch.float16, (256, 4096, 4096), fp16, None) == []  # not measured
     assert explain._rows_ahead("softmax", "cpu", 0, bf16, 4096) == []
     assert explain._rows_ahead("log_softmax", "cuda", 90, bf16, 4096) == []  # no peer's measured
     x, w = torch.ones(1, 64).bfloat16(), torch.ones(8, 64).bfloat16()
